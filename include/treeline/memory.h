@@ -1,0 +1,58 @@
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+namespace treeline {
+
+// What tracked memory is for.
+enum class Purpose : std::uint8_t { kShard, kInFlight, kWorkspace, kResult };
+inline constexpr std::size_t kPurposes = 4;
+
+// Counts bytes that are held and their peak, by purpose. Thread-safe.
+class MemoryTracker {
+ public:
+  void Add(Purpose purpose, std::size_t bytes);
+  void Remove(Purpose purpose, std::size_t bytes);
+
+  std::size_t held(Purpose purpose) const;
+  std::size_t peak(Purpose purpose) const;
+  // The highest sum over all purposes at one time.
+  std::size_t peak() const;
+
+  // Peaks start again from what is held now. Not to be called while others allocate.
+  void ResetPeaks();
+
+ private:
+  struct Counter {
+    std::atomic<std::size_t> held{0};
+    std::atomic<std::size_t> peak{0};
+    void Add(std::size_t bytes);
+  };
+  std::array<Counter, kPurposes> counters_;
+  Counter total_;
+};
+
+// 64-byte aligned memory, counted while it lives. The contents are uninitialised.
+class TrackedBuffer {
+ public:
+  TrackedBuffer() = default;
+  // `tracker` may be null. Throws std::bad_alloc.
+  TrackedBuffer(std::size_t bytes, Purpose purpose, MemoryTracker* tracker);
+  ~TrackedBuffer();
+  TrackedBuffer(TrackedBuffer&& other) noexcept;
+  TrackedBuffer& operator=(TrackedBuffer&& other) noexcept;
+
+  std::byte* data() const { return data_; }
+  std::size_t size() const { return bytes_; }
+
+ private:
+  std::byte* data_ = nullptr;
+  std::size_t bytes_ = 0;
+  Purpose purpose_ = Purpose::kWorkspace;
+  MemoryTracker* tracker_ = nullptr;
+};
+
+}  // namespace treeline
