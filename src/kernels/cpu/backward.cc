@@ -1,0 +1,385 @@
+// Gradients of a block of keys, over all query rows that see it.
+//
+// Scores and their gradients are computed transposed, [key, row], so that both are operands of the
+// later products as they lie:
+//   S^T = K Q^T      dP^T = V dO^T      P = exp(S - lse)      dS = P (dP - dO.O)
+//   dV += P^T dO     dK += dS^T Q       dQ += dS K
+// Everything is recomputed from q, k, v, out and lse; nothing of size rows x keys outlives a block.
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "kernels/cpu/backward.cc"
+#include <hwy/foreach_target.h>
+// After foreach_target.h.
+#include <hwy/highway.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "kernels/cpu/kernels-inl.h"
+#include "kernels/cpu/simd-inl.h"
+#include "kernels/cpu/turns.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace treeline::cpu::HWY_NAMESPACE {
+namespace {
+
+constexpr int kTileRows = 6;
+constexpr int kTileVectors = kManyRegisters ? 4 : 2;
+constexpr int kPanel = kTileVectors * kLanes;  // query rows of a panel
+constexpr int kRows = 192;                     // query rows of a block
+static_assert(kRows % kPanel == 0 && kRows % kTileRows == 0 && kBackwardKeys % kTileRows == 0);
+
+int RoundUp(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+struct Workspace {
+  Workspace(const AttentionSpec& spec, std::byte* base) {
+    Arena arena(base);
+    qk_dim = RoundUp(spec.head_dim, kLanes);
+    v_dim = RoundUp(spec.v_head_dim, kLanes);
+    k = arena.Take<float>(std::size_t{kBackwardKeys} * qk_dim);
+    v = arena.Take<float>(std::size_t{kBackwardKeys} * v_dim);
+    dk = arena.Take<float>(std::size_t{kBackwardKeys} * qk_dim);
+    dv = arena.Take<float>(std::size_t{kBackwardKeys} * v_dim);
+    q = arena.Take<float>(std::size_t{kRows} * qk_dim);
+    q_t = arena.Take<float>(std::size_t{kRows} * spec.head_dim);
+    d_out = arena.Take<float>(std::size_t{kRows} * v_dim);
+    d_out_t = arena.Take<float>(std::size_t{kRows} * spec.v_head_dim);
+    // The last register tile of dq may reach past the last row.
+    dq = arena.Take<float>(std::size_t{kRows + kTileRows} * qk_dim);
+    p = arena.Take<float>(std::size_t{kBackwardKeys} * kRows);
+    ds = arena.Take<float>(std::size_t{kBackwardKeys} * kRows + kTileRows);
+    lse = arena.Take<float>(kRows);
+    delta = arena.Take<float>(kRows);
+    slope = arena.Take<float>(kRows);
+    offset = arena.Take<float>(kRows);
+    begin = arena.Take<std::int32_t>(kRows);
+    end = arena.Take<std::int32_t>(kRows);
+    key_position = arena.Take<std::int64_t>(kBackwardKeys);
+    bytes = arena.used();
+  }
+
+  int qk_dim;  // padded to vectors
+  int v_dim;
+  float* k;  // [key, qk_dim]
+  float* v;  // [key, v_dim]
+  float* dk;
+  float* dv;
+  float* q;             // [row, qk_dim]
+  float* q_t;           // [panel, head_dim, kPanel], scaled
+  float* d_out;         // [row, v_dim]
+  float* d_out_t;       // [panel, v_head_dim, kPanel]
+  float* dq;            // [row, qk_dim]
+  float* p;             // [key, kRows]: scores, then weights
+  float* ds;            // [key, kRows]: gradients of weights, then of scores
+  float* lse;           // [row], log2 domain
+  float* delta;         // [row], d_out . out
+  float* slope;         // [row], ALiBi, log2 domain
+  float* offset;        // [row], position relative to the first key's
+  std::int32_t* begin;  // [row], visible keys of the block
+  std::int32_t* end;
+  std::int64_t* key_position;  // [key]
+  std::size_t bytes;
+};
+
+// c[row, 0, width) (+)= sum over i of a(row, i) * b[i]; rows and width as they come, in register
+// tiles. `width` is a multiple of kLanes.
+template <bool kAccumulate>
+void Product(const float* a, std::size_t a_row, std::size_t a_step, const float* b,
+             std::size_t b_step, std::size_t n, float* c, std::size_t c_row, int rows, int width) {
+  for (int column = 0; column < width;) {
+    const int vectors = std::min((width - column) / kLanes, kTileVectors);
+    const auto tiles = [&]<int kVectors>() HWY_ATTR {
+      for (int r = 0; r < rows; r += kTileRows) {
+        Multiply<kTileRows, kVectors, kAccumulate>(a + r * a_row, a_row, a_step, b + column, b_step,
+                                                   n, c + r * c_row + column, c_row);
+      }
+    };
+    switch (vectors) {
+      case 1:
+        tiles.template operator()<1>();
+        break;
+      case 2:
+        tiles.template operator()<2>();
+        break;
+      case 3:
+        tiles.template operator()<HWY_MIN(3, kTileVectors)>();
+        break;
+      default:
+        tiles.template operator()<kTileVectors>();
+        break;
+    }
+    column += vectors * kLanes;
+  }
+}
+
+class Block {
+ public:
+  explicit Block(const BackwardArgs& args)
+      : args_(args),
+        spec_(*args.spec),
+        task_(*args.task),
+        map_(spec_),
+        w_(spec_, args.workspace),
+        keys_(args.keys),
+        padded_keys_(RoundUp(args.keys, kTileRows)) {}
+
+  void Run() {
+    args_.turns->Begin(args_.item);
+    LoadKeys();
+    const std::int64_t rows = task_.q.tokens * spec_.group();
+    std::uint32_t step = 0;
+    for (std::int64_t first = 0; first < rows; first += kRows, ++step) {
+      const int count = static_cast<int>(std::min<std::int64_t>(kRows, rows - first));
+      if (!FindVisible(first, count)) continue;
+      LoadRows(first, count);
+      ComputeScores();
+      AccumulateKeyGradients();
+      ComputeQueryGradient();
+      if (!args_.first) args_.turns->AwaitPredecessor(args_.item, step);
+      AddQueryGradient(first, count);
+      args_.turns->Pass(args_.item, step);
+    }
+    AddKeyGradients();
+    // Blocks that were skipped are passed too: the end of this one implies those before it.
+    if (!args_.first) args_.turns->AwaitPredecessor(args_.item, Turns::kEnded - 1);
+    args_.turns->End(args_.item);
+  }
+
+ private:
+  void LoadKeys() {
+    ClearPadding(w_.k, padded_keys_, w_.qk_dim, spec_.head_dim);
+    ClearPadding(w_.v, padded_keys_, w_.v_dim, spec_.v_head_dim);
+    for (int j = 0; j < keys_; ++j) {
+      const std::int64_t slot = args_.key_begin + j;
+      WidenRow(task_.kv.dtype, task_.kv.KeyRow(slot, args_.kv_head), spec_.head_dim,
+               w_.k + j * w_.qk_dim);
+      WidenRow(task_.kv.dtype, task_.kv.ValueRow(slot, args_.kv_head), spec_.v_head_dim,
+               w_.v + j * w_.v_dim);
+    }
+    std::memset(w_.dk, 0, sizeof(float) * padded_keys_ * w_.qk_dim);
+    std::memset(w_.dv, 0, sizeof(float) * padded_keys_ * w_.v_dim);
+    keys_finite_ = AllFinite(w_.k, static_cast<std::size_t>(padded_keys_) * w_.qk_dim) &&
+                   AllFinite(w_.v, static_cast<std::size_t>(padded_keys_) * w_.v_dim);
+    task_.kv_positions.Fill(args_.key_begin, {w_.key_position, static_cast<std::size_t>(keys_)});
+  }
+
+  // Rows beyond `keys_`, and columns beyond the dim, must hold no garbage.
+  void ClearPadding(float* tile, int rows, int padded, int dim) const {
+    if (padded != dim) {
+      std::memset(tile, 0, sizeof(float) * rows * padded);
+    } else {
+      std::memset(tile + keys_ * padded, 0, sizeof(float) * (rows - keys_) * padded);
+    }
+  }
+
+  // Which of the rows' visible keys are in this block. False if none.
+  bool FindVisible(std::int64_t first, int count) {
+    const int group = spec_.group();
+    first_panel_ = kRows / kPanel;
+    last_panel_ = 0;
+    full_ = true;
+    for (int i = 0; i < count; ++i) {
+      const std::int64_t token = (first + i) / group;
+      const std::int64_t position = task_.q_positions[token];
+      const SlotRange range = Visible(spec_, position, task_.kv_positions);
+      w_.begin[i] = static_cast<std::int32_t>(
+          std::clamp<std::int64_t>(range.begin - args_.key_begin, 0, keys_));
+      w_.end[i] = static_cast<std::int32_t>(
+          std::clamp<std::int64_t>(range.end - args_.key_begin, 0, keys_));
+      w_.offset[i] = static_cast<float>(position - w_.key_position[0]);
+      if (w_.begin[i] < w_.end[i]) {
+        first_panel_ = std::min(first_panel_, i / kPanel);
+        last_panel_ = std::max(last_panel_, i / kPanel + 1);
+      }
+      full_ = full_ && w_.begin[i] == 0 && w_.end[i] == keys_;
+    }
+    for (int i = count; i < kRows; ++i) {
+      w_.begin[i] = w_.end[i] = 0;
+      w_.offset[i] = 0.0f;
+    }
+    return first_panel_ < last_panel_;
+  }
+
+  void LoadRows(std::int64_t first, int count) {
+    const int group = spec_.group();
+    row_begin_ = first_panel_ * kPanel;
+    row_end_ = last_panel_ * kPanel;
+    float finite = 0.0f;  // NaN if any input is not finite
+    for (int i = row_begin_; i < row_end_; ++i) {
+      float* q = w_.q + i * w_.qk_dim;
+      float* d_out = w_.d_out + i * w_.v_dim;
+      std::memset(q, 0, sizeof(float) * w_.qk_dim);
+      std::memset(d_out, 0, sizeof(float) * w_.v_dim);
+      // A row beyond the last has weight 0 everywhere.
+      w_.lse[i] = std::numeric_limits<float>::max();
+      w_.delta[i] = 0.0f;
+      w_.slope[i] = 0.0f;
+      if (i < count) {
+        const std::int64_t token = (first + i) / group;
+        const int head = args_.kv_head * group + static_cast<int>((first + i) % group);
+        WidenRow(task_.q.dtype, task_.q.Row(token, head), spec_.head_dim, q);
+        WidenRow(DType::kF32, task_.d_out.Row(token, head), spec_.v_head_dim, d_out);
+        const auto* out = reinterpret_cast<const float*>(task_.out.Row(token, head));
+        float delta = 0.0f;
+        for (int d = 0; d < spec_.v_head_dim; ++d) delta += d_out[d] * out[d];
+        const float lse = task_.lse[static_cast<std::size_t>(token * spec_.heads + head)];
+        w_.delta[i] = delta;
+        if (lse != kMinusInfinity) w_.lse[i] = lse * kLog2E;
+        if (map_.has_alibi) {
+          w_.slope[i] = spec_.alibi_slopes[static_cast<std::size_t>(head)] * kLog2E;
+        }
+        finite += (delta - delta) + (lse == kMinusInfinity ? 0.0f : lse - lse);
+      }
+      float* q_column = QueryPanel(i / kPanel) + i % kPanel;
+      float* d_out_column = DOutPanel(i / kPanel) + i % kPanel;
+      for (int d = 0; d < spec_.head_dim; ++d) q_column[d * kPanel] = q[d] * map_.query_scale;
+      for (int d = 0; d < spec_.v_head_dim; ++d) d_out_column[d * kPanel] = d_out[d];
+    }
+    const auto loaded = static_cast<std::size_t>(row_end_ - row_begin_);
+    rows_finite_ = finite == 0.0f && AllFinite(w_.q + row_begin_ * w_.qk_dim, loaded * w_.qk_dim) &&
+                   AllFinite(w_.d_out + row_begin_ * w_.v_dim, loaded * w_.v_dim);
+  }
+
+  // p and ds of the visible panels.
+  void ComputeScores() {
+    for (int panel = first_panel_; panel < last_panel_; ++panel) {
+      Product<false>(w_.k, w_.qk_dim, 1, QueryPanel(panel), kPanel, spec_.head_dim,
+                     w_.p + panel * kPanel, kRows, padded_keys_, kPanel);
+      Product<false>(w_.v, w_.v_dim, 1, DOutPanel(panel), kPanel, spec_.v_head_dim,
+                     w_.ds + panel * kPanel, kRows, padded_keys_, kPanel);
+    }
+    if (full_ && map_.plain()) {
+      for (int j = 0; j < keys_; ++j) Differentiate<true>(j);
+    } else {
+      for (int j = 0; j < keys_; ++j) Differentiate<false>(j);
+    }
+  }
+
+  template <bool kPlain>
+  HWY_INLINE void Differentiate(int key) {
+    const DF d;
+    const hn::RebindToSigned<DF> di;
+    const auto j = hn::Set(di, key);
+    const VF key_offset = hn::Set(d, static_cast<float>(w_.key_position[key] - w_.key_position[0]));
+    for (int i = row_begin_; i < row_end_; i += kLanes) {
+      float* p_at = w_.p + key * kRows + i;
+      float* ds_at = w_.ds + key * kRows + i;
+      VF score = hn::Load(d, p_at);
+      VF cap_slope = hn::Set(d, 1.0f);
+      if constexpr (!kPlain) {
+        if (map_.has_cap) {
+          const VF t = hn::Tanh(d, score);
+          cap_slope = hn::NegMulAdd(t, t, cap_slope);
+          score = hn::Mul(hn::Set(d, map_.cap), t);
+        }
+        if (map_.has_alibi) {
+          const VF distance = hn::Abs(hn::Sub(hn::Load(d, w_.offset + i), key_offset));
+          score = hn::NegMulAdd(hn::Load(d, w_.slope + i), distance, score);
+        }
+      }
+      VF p = Exp2(hn::Sub(score, hn::Load(d, w_.lse + i)));
+      VF ds = hn::Mul(p, hn::Sub(hn::Load(d, ds_at), hn::Load(d, w_.delta + i)));
+      if constexpr (!kPlain) {
+        ds = hn::Mul(ds, cap_slope);
+        const auto visible = hn::RebindMask(d, hn::AndNot(hn::Lt(j, hn::Load(di, w_.begin + i)),
+                                                          hn::Lt(j, hn::Load(di, w_.end + i))));
+        p = hn::IfThenElseZero(visible, p);
+        ds = hn::IfThenElseZero(visible, ds);
+      }
+      hn::Store(p, d, p_at);
+      hn::Store(ds, d, ds_at);
+    }
+  }
+
+  // Zeros of p and ds may be multiplied with everything only if everything is finite.
+  bool Masking() const { return !full_ && !(keys_finite_ && rows_finite_); }
+
+  void AccumulateKeyGradients() {
+    const auto rows = static_cast<std::size_t>(row_end_ - row_begin_);
+    const float* q = w_.q + row_begin_ * w_.qk_dim;
+    const float* d_out = w_.d_out + row_begin_ * w_.v_dim;
+    if (!Masking()) {
+      Product<true>(w_.p + row_begin_, kRows, 1, d_out, w_.v_dim, rows, w_.dv, w_.v_dim,
+                    padded_keys_, w_.v_dim);
+      Product<true>(w_.ds + row_begin_, kRows, 1, q, w_.qk_dim, rows, w_.dk, w_.qk_dim,
+                    padded_keys_, w_.qk_dim);
+      return;
+    }
+    ForVisible([&](int i, int j) {
+      AddScaled(w_.p[j * kRows + i], w_.d_out + i * w_.v_dim, w_.v_dim, w_.dv + j * w_.v_dim);
+      AddScaled(w_.ds[j * kRows + i], w_.q + i * w_.qk_dim, w_.qk_dim, w_.dk + j * w_.qk_dim);
+    });
+  }
+
+  void ComputeQueryGradient() {
+    if (!Masking()) {
+      Product<false>(w_.ds + row_begin_, 1, kRows, w_.k, w_.qk_dim, static_cast<std::size_t>(keys_),
+                     w_.dq + row_begin_ * w_.qk_dim, w_.qk_dim,
+                     RoundUp(row_end_ - row_begin_, kTileRows), w_.qk_dim);
+      return;
+    }
+    std::memset(w_.dq, 0, sizeof(float) * kRows * w_.qk_dim);
+    ForVisible([&](int i, int j) {
+      AddScaled(w_.ds[j * kRows + i], w_.k + j * w_.qk_dim, w_.qk_dim, w_.dq + i * w_.qk_dim);
+    });
+  }
+
+  template <class Fn>
+  void ForVisible(const Fn& fn) const {
+    for (int i = row_begin_; i < row_end_; ++i) {
+      for (int j = w_.begin[i]; j < w_.end[i]; ++j) fn(i, j);
+    }
+  }
+
+  static void AddScaled(float factor, const float* source, int n, float* target) {
+    for (int d = 0; d < n; ++d) target[d] += factor * source[d];
+  }
+
+  void AddQueryGradient(std::int64_t first, int count) {
+    const int group = spec_.group();
+    for (int i = row_begin_; i < std::min(row_end_, count); ++i) {
+      if (w_.begin[i] >= w_.end[i]) continue;
+      const std::int64_t token = (first + i) / group;
+      const int head = args_.kv_head * group + static_cast<int>((first + i) % group);
+      AddScaled(spec_.scale, w_.dq + i * w_.qk_dim, spec_.head_dim, task_.dq.Row(token, head));
+    }
+  }
+
+  void AddKeyGradients() {
+    for (int j = 0; j < keys_; ++j) {
+      const std::int64_t slot = args_.key_begin + j;
+      AddScaled(spec_.scale, w_.dk + j * w_.qk_dim, spec_.head_dim,
+                task_.dk.Row(slot, args_.kv_head));
+      AddScaled(1.0f, w_.dv + j * w_.v_dim, spec_.v_head_dim, task_.dv.Row(slot, args_.kv_head));
+    }
+  }
+
+  float* QueryPanel(int panel) const { return w_.q_t + panel * kPanel * spec_.head_dim; }
+  float* DOutPanel(int panel) const { return w_.d_out_t + panel * kPanel * spec_.v_head_dim; }
+
+  const BackwardArgs& args_;
+  const AttentionSpec& spec_;
+  const BackwardTask& task_;
+  const ScoreMap map_;
+  const Workspace w_;
+  const int keys_;
+  const int padded_keys_;
+  bool keys_finite_ = true;
+  bool rows_finite_ = true;
+  bool full_ = true;     // every row sees every key of the block
+  int first_panel_ = 0;  // panels with a visible key: [first_panel_, last_panel_)
+  int last_panel_ = 0;
+  int row_begin_ = 0;  // the same, in rows
+  int row_end_ = 0;
+};
+
+}  // namespace
+
+std::size_t BackwardWorkspace(const AttentionSpec& spec) noexcept {
+  return Workspace(spec, nullptr).bytes;
+}
+
+void Backward(const BackwardArgs& args) noexcept { Block(args).Run(); }
+
+}  // namespace treeline::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();

@@ -1,0 +1,131 @@
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "kernels/cpu/kernel_table.cc"
+#include <hwy/foreach_target.h>
+// After foreach_target.h.
+#include <hwy/highway.h>
+
+#include "kernels/cpu/kernels-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace treeline::cpu::HWY_NAMESPACE {
+
+KernelTable MakeTable(Isa isa) {
+  return {.isa = isa,
+          .forward_workspace = ForwardWorkspace,
+          .forward = Forward,
+          .decode_workspace = DecodeWorkspace,
+          .decode = Decode,
+          .backward_workspace = BackwardWorkspace,
+          .backward = Backward,
+          .merge = MergeRows,
+          .read_probe = ReadProbe,
+          .fma_probe = FmaProbe};
+}
+
+}  // namespace treeline::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+
+#include <cstdlib>
+#include <string>
+
+#include "core/check.h"
+
+namespace treeline {
+namespace {
+
+// The tables that this build has and this CPU can run, best last.
+std::vector<cpu::KernelTable> MakeTables() {
+  [[maybe_unused]] const auto supported = hwy::SupportedTargets();
+  std::vector<cpu::KernelTable> tables;
+#if HWY_TARGETS & HWY_SCALAR
+  tables.push_back(cpu::N_SCALAR::MakeTable(Isa::kScalar));
+#elif HWY_TARGETS & HWY_EMU128
+  tables.push_back(cpu::N_EMU128::MakeTable(Isa::kScalar));
+#endif
+#if HWY_TARGETS & HWY_NEON
+  if ((supported & HWY_NEON) != 0) tables.push_back(cpu::N_NEON::MakeTable(Isa::kNeon));
+#endif
+#if HWY_TARGETS & HWY_SSE4
+  if ((supported & HWY_SSE4) != 0) tables.push_back(cpu::N_SSE4::MakeTable(Isa::kSse4));
+#endif
+#if HWY_TARGETS & HWY_AVX2
+  if ((supported & HWY_AVX2) != 0) tables.push_back(cpu::N_AVX2::MakeTable(Isa::kAvx2));
+#endif
+#if HWY_TARGETS & HWY_AVX3
+  if ((supported & HWY_AVX3) != 0) tables.push_back(cpu::N_AVX3::MakeTable(Isa::kAvx512));
+#endif
+  return tables;
+}
+
+const std::vector<cpu::KernelTable>& Tables() {
+  static const std::vector<cpu::KernelTable> tables = MakeTables();
+  return tables;
+}
+
+}  // namespace
+
+std::string_view Name(Isa isa) {
+  switch (isa) {
+    case Isa::kScalar:
+      return "scalar";
+    case Isa::kSse4:
+      return "sse4";
+    case Isa::kAvx2:
+      return "avx2";
+    case Isa::kAvx512:
+      return "avx512";
+    case Isa::kNeon:
+      return "neon";
+  }
+  Throw<ArgumentError>("instruction set ", static_cast<int>(isa), " has no name");
+}
+
+const std::vector<Isa>& AttainableIsas() {
+  static const std::vector<Isa> isas = [] {
+    std::vector<Isa> all;
+    for (const cpu::KernelTable& table : Tables()) all.push_back(table.isa);
+    return all;
+  }();
+  return isas;
+}
+
+Isa ParseIsa(std::string_view name) {
+  std::string available;
+  for (Isa isa : AttainableIsas()) {
+    if (name == Name(isa)) return isa;
+    available.append(available.empty() ? "" : ", ").append(Name(isa));
+  }
+  Throw<ArgumentError>("instruction set '", name, "' is not available; this CPU and build have ",
+                       available);
+}
+
+Isa DefaultIsa() {
+  const char* forced = std::getenv("TREELINE_ISA");
+  if (forced == nullptr || *forced == '\0') return AttainableIsas().back();
+  try {
+    return ParseIsa(forced);
+  } catch (const ArgumentError& error) {
+    Throw<ArgumentError>("TREELINE_ISA: ", error.what());
+  }
+}
+
+namespace cpu {
+
+const KernelTable& TableFor(Isa isa) {
+  for (const KernelTable& table : Tables()) {
+    if (table.isa == isa) return table;
+  }
+  ParseIsa(Name(isa));  // throws, listing what there is
+  std::abort();
+}
+
+const KernelTable& TableFor(const Context& context) {
+  return TableFor(context.isa ? *context.isa : DefaultIsa());
+}
+
+}  // namespace cpu
+}  // namespace treeline
+
+#endif  // HWY_ONCE

@@ -1,0 +1,100 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "treeline/attention.h"
+#include "treeline/isa.h"
+
+// What one instruction set can do. A kernel works on one piece of a task, in memory that it is
+// given, on the thread that calls it; src/backend/cpu cuts tasks into pieces.
+//
+// The query rows that share key head g of a task are numbered token * group + i, i < group, for
+// query head g * group + i. Kernels see only such rows.
+
+namespace treeline::cpu {
+
+class Turns;
+
+// A block of a key head's query rows over all keys that they see.
+struct ForwardArgs {
+  const AttentionSpec* spec;
+  const AttendTask* task;
+  int kv_head;
+  std::int64_t row_begin;
+  int rows;              // at most kForwardRows
+  std::byte* workspace;  // forward_workspace(spec) bytes, 64-byte aligned
+};
+inline constexpr int kForwardRows = 192;
+// Up to this many query rows share a key head in the decode kernel; more are tiled.
+inline constexpr std::int64_t kDecodeRows = 16;
+
+// All query rows of some key heads over a part of the slots. Few rows: each key is read once.
+struct DecodeArgs {
+  const AttentionSpec* spec;
+  const AttendTask* task;
+  int kv_head_begin;
+  int kv_head_end;
+  SlotRange slots;
+  float* out;            // [tokens, heads, v_head_dim]; rows of other key heads are not touched
+  float* lse;            // [tokens, heads]
+  std::byte* workspace;  // decode_workspace(spec, tokens, kv_heads) bytes, 64-byte aligned
+};
+
+// A block of keys of one key head, with all query rows that see it. Adds to dk and dv, and to dq
+// when it is this block's turn.
+struct BackwardArgs {
+  const AttentionSpec* spec;
+  const BackwardTask* task;
+  int kv_head;
+  std::int64_t key_begin;
+  int keys;  // at most kBackwardKeys
+  Turns* turns;
+  std::uint32_t item;    // this block's number among all blocks
+  bool first;            // no earlier item adds to the same rows of dq
+  std::byte* workspace;  // backward_workspace(spec) bytes, 64-byte aligned
+};
+inline constexpr int kBackwardKeys = 96;
+
+// target = parts[0] (+) parts[1] (+) … for rows [row_begin, row_end).
+struct MergeArgs {
+  const Partial* parts;
+  std::size_t count;  // 1 to kMaxMergeParts
+  const Partial* target;
+  std::size_t row_begin;
+  std::size_t row_end;
+};
+inline constexpr std::size_t kMaxMergeParts = 64;
+
+// Limits of the machine, for reports.
+struct ProbeArgs {
+  const std::byte* data;  // read by `read_probe`, four streams at a time
+  std::size_t bytes;
+  std::size_t iterations;  // of `fma_probe`
+};
+
+// Every entry is non-null.
+struct KernelTable {
+  Isa isa;
+  std::size_t (*forward_workspace)(const AttentionSpec& spec) noexcept;
+  void (*forward)(const ForwardArgs& args) noexcept;
+  std::size_t (*decode_workspace)(const AttentionSpec& spec, std::int64_t tokens,
+                                  int kv_heads) noexcept;
+  void (*decode)(const DecodeArgs& args) noexcept;
+  std::size_t (*backward_workspace)(const AttentionSpec& spec) noexcept;
+  void (*backward)(const BackwardArgs& args) noexcept;
+  void (*merge)(const MergeArgs& args) noexcept;
+  // Returns a checksum, so that no read can be left out.
+  std::uint64_t (*read_probe)(const ProbeArgs& args) noexcept;
+  // Returns the floating-point operations done.
+  double (*fma_probe)(const ProbeArgs& args) noexcept;
+};
+
+// The table of an attainable instruction set.
+const KernelTable& TableFor(Isa isa);
+
+// The table that a context asks for.
+const KernelTable& TableFor(const Context& context);
+
+}  // namespace treeline::cpu

@@ -1,0 +1,31 @@
+// The kernels that every Highway target provides; see kernel_table.h for their contracts.
+// Included once per target.
+
+#if defined(TREELINE_KERNELS_CPU_KERNELS_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef TREELINE_KERNELS_CPU_KERNELS_INL_H_
+#undef TREELINE_KERNELS_CPU_KERNELS_INL_H_
+#else
+#define TREELINE_KERNELS_CPU_KERNELS_INL_H_
+#endif
+
+#include <hwy/highway.h>
+
+#include "kernels/cpu/kernel_table.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace treeline::cpu::HWY_NAMESPACE {
+
+std::size_t ForwardWorkspace(const AttentionSpec& spec) noexcept;
+void Forward(const ForwardArgs& args) noexcept;
+std::size_t DecodeWorkspace(const AttentionSpec& spec, std::int64_t tokens, int kv_heads) noexcept;
+void Decode(const DecodeArgs& args) noexcept;
+std::size_t BackwardWorkspace(const AttentionSpec& spec) noexcept;
+void Backward(const BackwardArgs& args) noexcept;
+void MergeRows(const MergeArgs& args) noexcept;
+std::uint64_t ReadProbe(const ProbeArgs& args) noexcept;
+double FmaProbe(const ProbeArgs& args) noexcept;
+
+}  // namespace treeline::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif  // include guard per target

@@ -1,0 +1,206 @@
+// Per-target building blocks: exp2, loading rows of any type, a register-tiled product.
+// Included once per Highway target.
+
+#if defined(TREELINE_KERNELS_CPU_SIMD_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef TREELINE_KERNELS_CPU_SIMD_INL_H_
+#undef TREELINE_KERNELS_CPU_SIMD_INL_H_
+#else
+#define TREELINE_KERNELS_CPU_SIMD_INL_H_
+#endif
+
+#include <hwy/highway.h>
+// After highway.h.
+#include <hwy/contrib/math/math-inl.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#include "treeline/dtype.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace treeline::cpu::HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
+
+using DF = hn::ScalableTag<float>;
+using VF = hn::Vec<DF>;
+using MF = hn::Mask<DF>;
+inline constexpr int kLanes = hn::MaxLanes(DF());
+
+// Register tiles are larger where there are 32 registers.
+#if HWY_TARGET == HWY_AVX3 || HWY_TARGET == HWY_NEON
+inline constexpr bool kManyRegisters = true;
+#else
+inline constexpr bool kManyRegisters = false;
+#endif
+
+// Scores live in the log2 domain, where exp is cheapest.
+inline constexpr float kLog2E = 1.44269504088896340736f;
+inline constexpr float kLn2 = 0.69314718055994530942f;
+// The running maximum of a row that has seen no score; any finite score exceeds it.
+inline constexpr float kNoScore = std::numeric_limits<float>::lowest();
+inline constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
+// A running maximum may lag behind by this much (a factor of 2^8) before sums are rescaled.
+inline constexpr float kLag = 8.0f;
+
+// Keeps a vector in a register: otherwise gcc repeats its load in every instruction that uses it.
+HWY_INLINE void KeepInRegister([[maybe_unused]] VF& v) {
+#if HWY_TARGET == HWY_AVX3
+  asm("" : "+v"(v.raw));
+#elif HWY_TARGET == HWY_AVX2 || HWY_TARGET == HWY_SSE4
+  asm("" : "+x"(v.raw));
+#endif
+}
+
+// 2^y for y <= kLag, to 2 units in the last place; 0 below 2^-126. A NaN stays a NaN: it passes
+// through the fraction, whatever Max and NearestInt make of it.
+HWY_INLINE VF Exp2(VF y) {
+  const DF d;
+  const hn::RebindToSigned<DF> di;
+  const auto i = hn::NearestInt(hn::Max(y, hn::Set(d, -126.0f)));
+  const VF f = hn::Sub(y, hn::ConvertTo(d, i));
+  // Minimax on [-1/2, 1/2], relative error 9e-8.
+  VF p = hn::Set(d, 0.001326472731307149f);
+  p = hn::MulAdd(p, f, hn::Set(d, 0.009671512991189957f));
+  p = hn::MulAdd(p, f, hn::Set(d, 0.05550733581185341f));
+  p = hn::MulAdd(p, f, hn::Set(d, 0.24022242426872253f));
+  p = hn::MulAdd(p, f, hn::Set(d, 0.6931470036506653f));
+  p = hn::MulAdd(p, f, hn::Set(d, 1.0f));
+  const VF power = hn::BitCast(d, hn::ShiftLeft<23>(hn::Add(i, hn::Set(di, 127))));
+  return hn::IfThenZeroElse(hn::Lt(y, hn::Set(d, -126.0f)), hn::Mul(p, power));
+}
+
+// How raw products become scores: s = raw, or cap * tanh(raw), in the log2 domain. Queries are
+// multiplied by `query_scale` beforehand.
+struct ScoreMap {
+  explicit ScoreMap(const AttentionSpec& spec)
+      : query_scale(spec.softcap > 0.0f ? spec.scale / spec.softcap : spec.scale * kLog2E),
+        cap(spec.softcap * kLog2E),
+        has_cap(spec.softcap > 0.0f),
+        has_alibi(!spec.alibi_slopes.empty()) {}
+
+  bool plain() const { return !has_cap && !has_alibi; }
+
+  float query_scale;
+  float cap;
+  bool has_cap;
+  bool has_alibi;
+};
+
+// dst[0, dim) = row as f32. `dim` is a multiple of 8.
+template <class D>
+HWY_INLINE void WidenRow(D d, DType dtype, const std::byte* row, int begin, int end, float* dst) {
+  const int lanes = static_cast<int>(hn::Lanes(d));
+  switch (dtype) {
+    case DType::kF32: {
+      const auto* source = reinterpret_cast<const float*>(row);
+      for (int i = begin; i < end; i += lanes) hn::StoreU(hn::LoadU(d, source + i), d, dst + i);
+      return;
+    }
+    case DType::kBF16: {
+      const hn::RebindToUnsigned<D> du;
+      const hn::Rebind<std::uint16_t, D> d16;
+      const auto* source = reinterpret_cast<const std::uint16_t*>(row);
+      for (int i = begin; i < end; i += lanes) {
+        const auto wide = hn::PromoteTo(du, hn::LoadU(d16, source + i));
+        hn::StoreU(hn::BitCast(d, hn::ShiftLeft<16>(wide)), d, dst + i);
+      }
+      return;
+    }
+    case DType::kF16: {
+      const hn::Rebind<hwy::float16_t, D> d16;
+      const auto* source = reinterpret_cast<const hwy::float16_t*>(row);
+      for (int i = begin; i < end; i += lanes) {
+        hn::StoreU(hn::PromoteTo(d, hn::LoadU(d16, source + i)), d, dst + i);
+      }
+      return;
+    }
+    case DType::kQ8_0: {
+      const hn::Rebind<std::int8_t, D> d8;
+      const hn::RebindToSigned<D> di;
+      const auto* blocks = reinterpret_cast<const Q8Block*>(row);
+      for (int i = begin; i < end; i += lanes) {
+        const Q8Block& block = blocks[i / Q8Block::kElements];
+        const auto scale = hn::Set(d, F32FromF16(block.scale));
+        const auto values = hn::LoadU(d8, block.values + i % Q8Block::kElements);
+        hn::StoreU(hn::Mul(scale, hn::ConvertTo(d, hn::PromoteTo(di, values))), d, dst + i);
+      }
+      return;
+    }
+  }
+}
+
+HWY_INLINE void WidenRow(DType dtype, const std::byte* row, int dim, float* dst) {
+  const int whole = dim / kLanes * kLanes;
+  WidenRow(DF(), dtype, row, 0, whole, dst);
+  if (whole < dim) WidenRow(hn::CappedTag<float, 8>(), dtype, row, whole, dim, dst);
+}
+
+// Whether all of x[0, n) is finite. n is a multiple of kLanes.
+HWY_INLINE bool AllFinite(const float* x, std::size_t n) {
+  const DF d;
+  // x - x is 0 for finite x and NaN otherwise, and a NaN never leaves a sum.
+  VF sum = hn::Zero(d);
+  for (std::size_t i = 0; i < n; i += kLanes) {
+    const VF v = hn::Load(d, x + i);
+    sum = hn::Add(sum, hn::Sub(v, v));
+  }
+  return hn::AllTrue(d, hn::Eq(sum, sum));
+}
+
+// c[r][0, kVectors * kLanes) (+)= sum over i < n of a[r * a_row + i * a_step] * b[i * b_step …].
+// b and c are aligned to a vector; a is read one element at a time.
+template <int kRows, int kVectors, bool kAccumulate>
+HWY_INLINE void Multiply(const float* HWY_RESTRICT a, std::size_t a_row, std::size_t a_step,
+                         const float* HWY_RESTRICT b, std::size_t b_step, std::size_t n,
+                         float* HWY_RESTRICT c, std::size_t c_row) {
+  const DF d;
+  VF sum[kRows][kVectors];
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      sum[r][v] = kAccumulate ? hn::Load(d, c + r * c_row + v * kLanes) : hn::Zero(d);
+    }
+  }
+  for (std::size_t i = 0; i < n; ++i) {
+    VF right[kVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) right[v] = hn::Load(d, b + i * b_step + v * kLanes);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const VF left = hn::Set(d, a[r * a_row + i * a_step]);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) sum[r][v] = hn::MulAdd(left, right[v], sum[r][v]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) hn::Store(sum[r][v], d, c + r * c_row + v * kLanes);
+  }
+}
+
+// Hands out 64-byte aligned pieces of a workspace. With a null base it only measures.
+class Arena {
+ public:
+  explicit Arena(std::byte* base) : base_(base) {}
+
+  template <class T>
+  T* Take(std::size_t count) {
+    T* piece = base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + used_);
+    used_ += (count * sizeof(T) + 63) / 64 * 64;
+    return piece;
+  }
+  std::size_t used() const { return used_; }
+
+ private:
+  std::byte* base_;
+  std::size_t used_ = 0;
+};
+
+}  // namespace treeline::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif  // include guard per target
