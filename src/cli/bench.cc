@@ -1,0 +1,15 @@
+#include "cli/bench_kernel.h"
+#include "cli/command.h"
+#include "core/check.h"
+
+namespace treeline::cli {
+
+void AddBench(CLI::App& program) {
+  CLI::App* bench =
+      program.add_subcommand("bench", "Time what Treeline does, beside the machine's own limits");
+  AddBenchKernel(*bench);
+  bench->callback(
+      [bench] { Require(!bench->get_subcommands().empty(), "bench needs to know what: kernel"); });
+}
+
+}  // namespace treeline::cli

@@ -1,0 +1,51 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <string_view>
+
+#include "cli/problem.h"
+
+namespace treeline::cli {
+
+enum class Kernel : std::uint8_t { kDecode, kForward, kBackward, kMerge };
+inline constexpr std::size_t kKernels = 4;
+std::string_view Name(Kernel kernel);
+
+// The largest error against the oracle that a kernel may have; see docs/numerics.md.
+double Bound(Kernel kernel);
+
+// The kernel that Attend uses for a task.
+Kernel KernelOf(const AttentionSpec& spec, const AttendTask& task);
+
+// Error of each kernel, divided by the growth of the bound for large scores; negative where the
+// shape does not use the kernel.
+using Errors = std::array<double, kKernels>;
+
+// Computes a shape with one instruction set after the other and compares with the oracle, which
+// runs once: attention of each task; the same with the keys of each task dealt to `ranks` ranks in
+// `layout` and merged, with sinks; and gradients where the types allow.
+class Checker {
+ public:
+  Checker(const ProblemShape& shape, LayoutKind layout, int ranks);
+  ~Checker();
+  Checker(const Checker&) = delete;
+  Checker& operator=(const Checker&) = delete;
+
+  Errors Run(const Context& context);
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+// Case `index` of a sequence of random shapes: every type, storage and option, odd lengths first.
+struct RandomCase {
+  ProblemShape shape;
+  LayoutKind layout;
+  int ranks;
+};
+RandomCase MakeRandomCase(std::uint64_t seed, std::uint64_t index);
+
+}  // namespace treeline::cli

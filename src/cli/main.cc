@@ -1,0 +1,56 @@
+#include <cstdio>
+#include <new>
+#include <string>
+
+#include "cli/command.h"
+#include "cli/machine.h"
+#include "treeline/errors.h"
+
+namespace {
+
+enum ExitCode { kSuccess = 0, kOther = 1, kUsage = 2, kCommunication = 3, kBadFile = 4 };
+
+// One line on standard error, whatever the message holds.
+int Fail(ExitCode code, std::string message) {
+  for (char& c : message) {
+    if (c == '\n') c = ' ';
+  }
+  std::fprintf(stderr, "treeline: error: %s\n", message.c_str());
+  return code;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  CLI::App program("Exact attention over sequences that no single device holds.", "treeline");
+  program.set_version_flag("--version", "treeline " + treeline::cli::DescribeMachine().version);
+  program.set_help_all_flag("--help-all", "Print the help of every command");
+  program.footer(
+      "The environment variable TREELINE_ISA forces an instruction set: scalar, sse4, avx2, avx512 "
+      "or neon.\nExit codes: 0 success, 1 failure, 2 usage, 3 communication, 4 bad file.");
+  treeline::cli::AddInfo(program);
+  treeline::cli::AddVerify(program);
+  treeline::cli::AddBench(program);
+  try {
+    program.parse(argc, argv);
+    if (program.get_subcommands().empty()) {
+      throw treeline::ArgumentError(
+          "a command is required: info, verify or bench (see treeline --help)");
+    }
+  } catch (const CLI::Success& request) {  // --help or --version
+    return program.exit(request);
+  } catch (const CLI::ParseError& error) {
+    return Fail(kUsage, std::string(error.what()) + " (see treeline --help)");
+  } catch (const treeline::ArgumentError& error) {
+    return Fail(kUsage, error.what());
+  } catch (const treeline::CommError& error) {
+    return Fail(kCommunication, error.what());
+  } catch (const treeline::FormatError& error) {
+    return Fail(kBadFile, error.what());
+  } catch (const std::bad_alloc&) {
+    return Fail(kOther, "out of memory");
+  } catch (const std::exception& error) {
+    return Fail(kOther, error.what());
+  }
+  return kSuccess;
+}

@@ -1,0 +1,38 @@
+#include "cli/report.h"
+
+#include "cli/limits.h"
+#include "cli/problem.h"
+
+namespace treeline::cli {
+
+Limits MeasureLimits(const Context& context) {
+  constexpr int kRepeats = 5;
+  const HugeBuffer buffer(std::size_t{512} << 20);
+  std::vector<double> read;
+  std::vector<double> fma;
+  for (int i = 0; i < kRepeats; ++i) {
+    read.push_back(ReadBandwidth(context, buffer.data(), buffer.size()));
+    fma.push_back(FmaPeak(context));
+  }
+  return {Median(read) / 1e9, Median(fma) / 1e9};
+}
+
+nlohmann::ordered_json ToJson(const Machine& machine, Isa isa) {
+  nlohmann::ordered_json json{{"cpu", machine.cpu},       {"cores", machine.cores},
+                              {"isa", Name(isa)},         {"version", machine.version},
+                              {"commit", machine.commit}, {"compiler", machine.compiler}};
+  for (Isa each : machine.isas) json["isas"].push_back(Name(each));
+  json["caches"] = nlohmann::ordered_json::array();
+  for (const Cache& cache : machine.caches) {
+    json["caches"].push_back(
+        {{"level", cache.level}, {"bytes", cache.bytes}, {"count", cache.count}});
+  }
+  return json;
+}
+
+nlohmann::ordered_json ToJson(const Limits& limits) {
+  return {
+      {"read_gbps", limits.read_gbps}, {"fma_gflops", limits.fma_gflops}, {"amx_gflops", nullptr}};
+}
+
+}  // namespace treeline::cli

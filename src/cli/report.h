@@ -1,0 +1,21 @@
+#pragma once
+
+#include <nlohmann/json.hpp>
+
+#include "cli/machine.h"
+#include "treeline/context.h"
+
+namespace treeline::cli {
+
+// What the machine can do at most, with the context's threads and instruction set.
+struct Limits {
+  double read_gbps = 0.0;   // four streams a thread, over 512 MiB
+  double fma_gflops = 0.0;  // f32 multiply-adds in registers
+};
+Limits MeasureLimits(const Context& context);
+
+// The `machine` and `limits` objects of every report.
+nlohmann::ordered_json ToJson(const Machine& machine, Isa isa);
+nlohmann::ordered_json ToJson(const Limits& limits);
+
+}  // namespace treeline::cli

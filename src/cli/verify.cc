@@ -1,0 +1,121 @@
+#include <cstdio>
+#include <map>
+#include <memory>
+
+#include "cli/check.h"
+#include "cli/command.h"
+#include "cli/machine.h"
+#include "cli/report.h"
+#include "core/check.h"
+#include "treeline/thread_pool.h"
+
+namespace treeline::cli {
+namespace {
+
+struct VerifyOptions {
+  std::uint64_t cases = 500;
+  std::uint64_t seed = 1;
+  int threads = 1;
+  std::string json;
+};
+
+// The worst error of one kernel on one instruction set, and the case that gave it.
+struct Worst {
+  double error = -1.0;
+  std::uint64_t cases = 0;
+  std::uint64_t index = 0;
+};
+
+void RunVerify(const VerifyOptions& options) {
+  // Every attainable instruction set, unless the environment asks for one.
+  std::vector<Isa> isas = AttainableIsas();
+  if (std::getenv("TREELINE_ISA") != nullptr) isas = {DefaultIsa()};
+  ThreadPool pool(options.threads);
+  std::map<std::pair<Isa, std::size_t>, Worst> worst;
+  {
+    Progress progress("verify", options.cases);
+    for (std::uint64_t i = 0; i < options.cases; ++i) {
+      const RandomCase random = MakeRandomCase(options.seed, i);
+      Checker checker(random.shape, random.layout, random.ranks);
+      for (Isa isa : isas) {
+        const Errors errors = checker.Run({.pool = &pool, .isa = isa});
+        for (std::size_t k = 0; k < kKernels; ++k) {
+          if (errors[k] < 0.0) continue;
+          Worst& w = worst[{isa, k}];
+          ++w.cases;
+          if (errors[k] > w.error) {
+            w.error = errors[k];
+            w.index = i;
+          }
+        }
+      }
+      progress.Set(i + 1);
+    }
+  }
+
+  const bool print = options.json != "-";
+  if (print)
+    std::printf("%-8s %-9s %7s  %-11s %-9s\n", "isa", "kernel", "cases", "max error", "bound");
+  nlohmann::ordered_json rows = nlohmann::ordered_json::array();
+  const Worst* failed = nullptr;
+  std::string failed_name;
+  for (const auto& [key, w] : worst) {
+    const auto kernel = static_cast<Kernel>(key.second);
+    const std::string isa(Name(key.first));
+    const std::string name(Name(kernel));
+    const bool ok = w.error <= Bound(kernel);
+    if (print) {
+      std::printf("%-8s %-9s %7llu  %-11.2e %-9.0e %s\n", isa.c_str(), name.c_str(),
+                  static_cast<unsigned long long>(w.cases), w.error, Bound(kernel),
+                  ok ? "ok" : "FAILED");
+    }
+    rows.push_back({{"isa", isa},
+                    {"case", name},
+                    {"cases", w.cases},
+                    {"max_error", w.error},
+                    {"bound", Bound(kernel)},
+                    {"verified", ok}});
+    if (!ok && failed == nullptr) {
+      failed = &w;
+      failed_name = name + " on " + isa;
+    }
+  }
+  WriteJson(options.json, {{"machine", ToJson(DescribeMachine(), isas.back())},
+                           {"seed", options.seed},
+                           {"cases", options.cases},
+                           {"rows", rows}});
+  if (failed != nullptr) {
+    Throw<CheckFailure>(failed_name, " has an error of ", failed->error, " in case ", failed->index,
+                        " of seed ", options.seed, ": ",
+                        MakeRandomCase(options.seed, failed->index).shape.Describe());
+  }
+  if (print) {
+    std::printf("%llu random cases match the float64 oracle\n",
+                static_cast<unsigned long long>(options.cases));
+  }
+}
+
+}  // namespace
+
+void AddVerify(CLI::App& program) {
+  CLI::App* command = program.add_subcommand(
+      "verify", "Compare every kernel with a float64 oracle on random shapes and options");
+  command->footer(
+      "Runs on every instruction set of this CPU, or on the one that TREELINE_ISA names. Cases "
+      "depend only\non --seed, so a failure can be repeated. The error of a tensor is max|a - b| / "
+      "max(1, max|b|); see\ndocs/numerics.md. Exit code 1 if a kernel is beyond its bound.\n\n"
+      "Example: treeline verify --cases 2000 --seed 7");
+  auto options = std::make_shared<VerifyOptions>();
+  command->add_option("--cases", options->cases, "Random cases")
+      ->check(CLI::Range(std::uint64_t{1}, std::uint64_t{1'000'000'000}))
+      ->capture_default_str()
+      ->type_name("N");
+  command->add_option("--seed", options->seed, "Seed of the cases")
+      ->capture_default_str()
+      ->type_name("N");
+  AddThreadsOption(*command, options->threads);
+  AddJsonOption(*command, options->json);
+  command->callback([options] { RunVerify(*options); });
+}
+
+}  // namespace treeline::cli
