@@ -1,0 +1,139 @@
+// The program as a user meets it: exit codes, one-line errors, JSON.
+
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+
+#include <array>
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <string>
+
+namespace {
+
+struct Outcome {
+  int code;
+  std::string output;  // standard output
+  std::string error;   // standard error
+};
+
+Outcome RunProgram(const std::string& arguments, const std::string& environment = "") {
+  const std::string error_file = testing::TempDir() + "treeline_stderr_" + std::to_string(getpid());
+  const std::string command =
+      environment + " '" TREELINE_PROGRAM "' " + arguments + " 2>'" + error_file + "'";
+  Outcome outcome;
+  FILE* pipe = popen(command.c_str(), "r");
+  std::array<char, 4096> buffer;
+  while (const std::size_t n = fread(buffer.data(), 1, buffer.size(), pipe)) {
+    outcome.output.append(buffer.data(), n);
+  }
+  outcome.code = WEXITSTATUS(pclose(pipe));
+  std::ifstream stream(error_file);
+  outcome.error.assign(std::istreambuf_iterator<char>(stream), {});
+  std::filesystem::remove(error_file);
+  return outcome;
+}
+
+// Exit code 2 and one line that starts as agreed and contains `part`.
+void ExpectUsageError(const Outcome& outcome, const std::string& part) {
+  EXPECT_EQ(outcome.code, 2) << outcome.error;
+  EXPECT_EQ(outcome.error.rfind("treeline: error: ", 0), 0u) << outcome.error;
+  EXPECT_NE(outcome.error.find(part), std::string::npos) << outcome.error;
+  EXPECT_EQ(std::count(outcome.error.begin(), outcome.error.end(), '\n'), 1) << outcome.error;
+  EXPECT_EQ(outcome.output, "");
+}
+
+TEST(Program, UsageErrors) {
+  ExpectUsageError(RunProgram(""), "info, verify or bench");
+  ExpectUsageError(RunProgram("frobnicate"), "frobnicate");
+  ExpectUsageError(RunProgram("verify --cases 0"), "0");
+  ExpectUsageError(RunProgram("verify --cases many"), "many");
+  ExpectUsageError(RunProgram("info --threads 0"), "--threads");
+  ExpectUsageError(RunProgram("bench"), "kernel");
+  ExpectUsageError(RunProgram("bench kernel --case sorting"), "sorting");
+  ExpectUsageError(RunProgram("bench kernel --dtype f64"), "f64");
+  ExpectUsageError(RunProgram("bench kernel --head-dim 100"), "head_dim is 100");
+  ExpectUsageError(RunProgram("bench kernel --heads 9 --kv-heads 4"), "kv_heads is 4");
+  ExpectUsageError(RunProgram("bench kernel --case backward --dtype q8_0"), "--dtype");
+}
+
+TEST(Program, UnknownInstructionSet) {
+  ExpectUsageError(RunProgram("info", "TREELINE_ISA=mmx"), "mmx");
+  ExpectUsageError(RunProgram("verify --cases 1", "TREELINE_ISA=mmx"), "scalar");
+}
+
+TEST(Program, HelpTeachesEveryCommand) {
+  for (const char* command : {"", "info ", "verify ", "bench ", "bench kernel "}) {
+    const Outcome outcome = RunProgram(std::string(command) + "--help");
+    EXPECT_EQ(outcome.code, 0);
+    EXPECT_NE(outcome.output.find("Usage:"), std::string::npos) << command;
+  }
+  EXPECT_EQ(RunProgram("--version").output.rfind("treeline ", 0), 0u);
+}
+
+TEST(Program, VerifyReportsEveryKernel) {
+  const Outcome outcome = RunProgram("verify --cases 12 --seed 5 --json -");
+  ASSERT_EQ(outcome.code, 0) << outcome.error;
+  const auto report = nlohmann::json::parse(outcome.output);
+  std::size_t backward = 0;
+  for (const auto& row : report["rows"]) {
+    EXPECT_TRUE(row["verified"]);
+    EXPECT_GE(row["max_error"], 0.0);
+    EXPECT_LE(row["max_error"], row["bound"]);
+    backward += row["case"] == "backward" ? 1 : 0;
+  }
+  EXPECT_EQ(backward, report["machine"]["isas"].size());
+}
+
+TEST(Program, BenchRowsHaveTheAgreedFields) {
+  const std::string file = testing::TempDir() + "treeline_bench.json";
+  const Outcome outcome = RunProgram(
+      "bench kernel --context 300 --heads 4 --kv-heads 2 --head-dim 64 --batch 2 --repeats 1 "
+      "--json '" +
+      file + "'");
+  ASSERT_EQ(outcome.code, 0) << outcome.error;
+  std::ifstream stream(file);
+  const auto report = nlohmann::json::parse(stream);
+  for (const char* field : {"cpu", "cores", "isa", "commit", "compiler"}) {
+    EXPECT_TRUE(report["machine"].contains(field)) << field;
+  }
+  for (const char* field : {"read_gbps", "fma_gflops", "amx_gflops"}) {
+    EXPECT_TRUE(report["limits"].contains(field)) << field;
+  }
+  ASSERT_EQ(report["rows"].size(), 4u);
+  for (const auto& row : report["rows"]) {
+    for (const char* field : {"case",
+                              "schedule",
+                              "layout",
+                              "ranks",
+                              "threads",
+                              "context",
+                              "heads",
+                              "kv_heads",
+                              "head_dim",
+                              "dtype",
+                              "isa",
+                              "median_us",
+                              "min_us",
+                              "limit_fraction",
+                              "bytes_sent_per_rank",
+                              "messages_per_rank",
+                              "rounds",
+                              "peak_bytes_per_rank",
+                              "max_error",
+                              "verified"}) {
+      EXPECT_TRUE(row.contains(field)) << field;
+    }
+    EXPECT_TRUE(row["verified"]);
+    EXPECT_GT(row["median_us"], 0.0);
+  }
+}
+
+TEST(Program, UnwritableJsonIsAnError) {
+  const Outcome outcome = RunProgram("verify --cases 1 --json /nonexistent/report.json");
+  EXPECT_EQ(outcome.code, 1);
+  EXPECT_NE(outcome.error.find("/nonexistent/report.json"), std::string::npos) << outcome.error;
+}
+
+}  // namespace

@@ -1,0 +1,278 @@
+// Every kernel on every attainable instruction set against the float64 oracle.
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "cli/check.h"
+#include "treeline/memory.h"
+#include "treeline/reference.h"
+#include "treeline/thread_pool.h"
+
+namespace treeline {
+namespace {
+
+using cli::Errors;
+using cli::Kernel;
+using cli::Problem;
+using cli::ProblemShape;
+using cli::Storage;
+
+constexpr float kInf = std::numeric_limits<float>::infinity();
+constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+
+class AttentionTest : public testing::TestWithParam<Isa> {
+ protected:
+  Context context(ThreadPool* pool = nullptr, MemoryTracker* memory = nullptr) const {
+    return {.pool = pool, .memory = memory, .isa = GetParam()};
+  }
+
+  // Expects every kernel that the shape uses to be within its bound.
+  void ExpectExact(const ProblemShape& shape, LayoutKind layout = LayoutKind::kStriped,
+                   int ranks = 3, ThreadPool* pool = nullptr) const {
+    cli::Checker checker(shape, layout, ranks);
+    const Errors errors = checker.Run(context(pool));
+    for (std::size_t k = 0; k < cli::kKernels; ++k) {
+      const auto kernel = static_cast<Kernel>(k);
+      EXPECT_LE(errors[k], cli::Bound(kernel))
+          << Name(kernel) << ", " << Name(layout) << " over " << ranks << ": " << shape.Describe();
+    }
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(Isas, AttentionTest, testing::ValuesIn(AttainableIsas()),
+                         [](const auto& isa) { return std::string(Name(isa.param)); });
+
+// Queries at the end of `keys` keys.
+ProblemShape Sequence(const AttentionSpec& spec, std::int64_t queries, std::int64_t keys) {
+  ProblemShape shape;
+  shape.spec = spec;
+  shape.seed = static_cast<std::uint64_t>(queries * 1000 + keys);
+  shape.sequences = {{Positions::Contiguous(std::max<std::int64_t>(keys - queries, 0), queries),
+                      Positions::Contiguous(0, keys)}};
+  return shape;
+}
+
+AttentionSpec Causal(int heads, int kv_heads, int head_dim) {
+  AttentionSpec spec = AttentionSpec::Make(heads, kv_heads, head_dim);
+  spec.causal = true;
+  return spec;
+}
+
+TEST_P(AttentionTest, RandomShapesAndOptions) {
+  ThreadPool pool(3);
+  for (std::uint64_t i = 0; i < 120; ++i) {
+    const cli::RandomCase random = cli::MakeRandomCase(2024, i);
+    ExpectExact(random.shape, random.layout, random.ranks, i % 2 == 0 ? &pool : nullptr);
+  }
+}
+
+TEST_P(AttentionTest, OddLengths) {
+  for (std::int64_t keys : {0, 1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 257}) {
+    for (std::int64_t queries : {0, 1, 2, 5, 17, 65}) {
+      ExpectExact(Sequence(Causal(4, 2, 16), queries, keys), LayoutKind::kZigzag, 4);
+    }
+  }
+}
+
+TEST_P(AttentionTest, EveryHeadDim) {
+  for (int dim = 8; dim <= AttentionSpec::kMaxHeadDim; dim += dim < 136 ? 8 : 56) {
+    for (DType dtype : kAllDTypes) {
+      for (std::int64_t queries : {1, 20}) {
+        ProblemShape shape = Sequence(Causal(3, 1, dim), queries, 37);
+        shape.kv_dtype = dtype;
+        shape.storage = Storage::kPadded;
+        ExpectExact(shape);
+      }
+    }
+  }
+}
+
+TEST_P(AttentionTest, LatentAttention) {
+  AttentionSpec spec = Causal(16, 1, 576);
+  spec.v_head_dim = 512;
+  for (std::int64_t queries : {1, 4}) {
+    ProblemShape shape = Sequence(spec, queries, 300);
+    shape.kv_dtype = DType::kBF16;
+    ExpectExact(shape);
+  }
+}
+
+// Long enough for the interleaved order of decoding and for splits over threads.
+TEST_P(AttentionTest, LongDecode) {
+  ThreadPool pool(3);
+  for (DType dtype : kAllDTypes) {
+    for (Storage storage : {Storage::kDense, Storage::kPaged}) {
+      for (std::int64_t queries : {1, 3}) {
+        ProblemShape shape = Sequence(Causal(8, 2, 64), queries, 5003);
+        shape.kv_dtype = dtype;
+        shape.storage = storage;
+        shape.page_slots = 48;
+        ExpectExact(shape, LayoutKind::kContiguous, 5, &pool);
+      }
+    }
+  }
+}
+
+TEST_P(AttentionTest, PackedBatch) {
+  ProblemShape shape;
+  shape.spec = Causal(9, 3, 64);
+  shape.spec.window = 33;
+  for (std::int64_t keys : {0, 1, 5, 64, 100, 0, 33, 250}) {
+    for (std::int64_t queries : {1, 0, 30}) {
+      shape.sequences.push_back(
+          {Positions::Contiguous(std::max<std::int64_t>(keys - queries, 0), queries),
+           Positions::Contiguous(0, keys)});
+    }
+  }
+  ThreadPool pool(2);
+  ExpectExact(shape, LayoutKind::kStriped, 4, &pool);
+}
+
+// One rank's rows and keys of every layout: positions decide, not slots.
+TEST_P(AttentionTest, ShardsOfEveryLayout) {
+  AttentionSpec spec = Causal(4, 2, 24);
+  spec.window = 50;
+  spec.alibi_slopes = {0.5f, 0.25f, 0.125f, 0.0625f};
+  constexpr std::int64_t kTokens = 131;
+  constexpr int kWeights[] = {3, 0, 1, 2};
+  for (const Layout& layout :
+       {Layout::Contiguous(kTokens, 4), Layout::Striped(kTokens, 4), Layout::Striped(kTokens, 4, 7),
+        Layout::Zigzag(kTokens, 4), Layout::Weighted(kTokens, kWeights, 2)}) {
+    for (int q_rank = 0; q_rank < layout.ranks(); ++q_rank) {
+      ProblemShape shape = Sequence(spec, 0, 0);
+      for (int kv_rank = 0; kv_rank < layout.ranks(); ++kv_rank) {
+        shape.sequences.push_back({layout.Shard(q_rank), layout.Shard(kv_rank)});
+      }
+      ExpectExact(shape);
+    }
+  }
+}
+
+TEST_P(AttentionTest, HugeAndTinyScores) {
+  for (float magnitude : {1e-30f, 1e-4f, 100.0f, 3000.0f}) {
+    for (std::int64_t queries : {1, 40}) {
+      ProblemShape shape = Sequence(Causal(2, 1, 32), queries, 80);
+      shape.magnitude = magnitude;
+      ExpectExact(shape);
+    }
+  }
+}
+
+TEST_P(AttentionTest, RowsWithoutKeysAreEmpty) {
+  for (std::int64_t queries : {2, 60}) {
+    ProblemShape shape = Sequence(Causal(2, 2, 16), 0, 0);
+    // All keys lie after all queries.
+    shape.sequences = {{Positions::Contiguous(0, queries), Positions::Contiguous(queries, 70)}};
+    Problem problem(shape);
+    Attend(problem.spec(), problem.tasks(), context());
+    for (float x : problem.tasks()[0].result.out) EXPECT_EQ(x, 0.0f);
+    for (float x : problem.tasks()[0].result.lse) EXPECT_EQ(x, kNoKeys);
+  }
+}
+
+// A key or value that is not finite reaches exactly the rows that see it.
+TEST_P(AttentionTest, NonFiniteValuesReachOnlyRowsThatSeeThem) {
+  constexpr std::int64_t kKeys = 150;
+  constexpr std::int64_t kBad = 101;
+  for (std::int64_t queries : {3, 60, 150}) {
+    for (float bad : {kNaN, kInf, -kInf}) {
+      for (bool in_key : {false, true}) {
+        AttentionSpec spec = Causal(2, 1, 16);
+        spec.window = 40;
+        ProblemShape shape = Sequence(spec, 0, 0);
+        // Some rows before the bad key, some with it in their window, some beyond.
+        shape.sequences = {
+            {Positions::Contiguous(kBad - queries / 3, queries), Positions::Contiguous(0, kKeys)}};
+        Problem problem(shape);
+        const AttendTask& task = problem.tasks()[0];
+        const std::byte* row = in_key ? task.kv.KeyRow(kBad, 0) : task.kv.ValueRow(kBad, 0);
+        const_cast<float*>(reinterpret_cast<const float*>(row))[5] = bad;
+        Attend(spec, problem.tasks(), context());
+        const reference::Result expected = reference::Attend(spec, task);
+        const std::vector<BackwardTask>& backward = problem.MakeBackward();
+        AttendBackward(spec, backward, context());
+        for (std::int64_t t = 0; t < queries; ++t) {
+          const SlotRange seen = Visible(spec, task.q_positions[t], task.kv_positions);
+          const bool sees = seen.begin <= kBad && kBad < seen.end;
+          for (int h = 0; h < spec.heads; ++h) {
+            const auto r = static_cast<std::size_t>(t * spec.heads + h);
+            const auto out = task.result.out.subspan(r * 16, 16);
+            const bool finite =
+                std::all_of(out.begin(), out.end(), [](float x) { return std::isfinite(x); });
+            if (!sees) {
+              EXPECT_TRUE(finite) << "row " << t << " does not see the key";
+              EXPECT_LT(task.result.lse[r], kInf);  // no NaN; -inf where it sees no key at all
+              const float* dq = backward[0].dq.Row(t, h);
+              EXPECT_TRUE(std::all_of(dq, dq + 16, [](float x) { return std::isfinite(x); }));
+            } else if (!std::isfinite(expected.out[r * 16 + 5])) {
+              EXPECT_FALSE(std::isfinite(out[5])) << "row " << t << " sees the key";
+            }
+          }
+        }
+        // Keys that no row shares with the bad one keep finite gradients.
+        const float* dk = backward[0].dk.Row(kBad - queries / 3 - 40 >= 0 ? 0 : kKeys - 1, 0);
+        if (task.q_positions[queries - 1] < kBad) {
+          EXPECT_TRUE(std::all_of(dk, dk + 16, [](float x) { return std::isfinite(x); }));
+        }
+      }
+    }
+  }
+}
+
+// Threads change who computes what, not what is computed: gradients come out bit for bit.
+TEST_P(AttentionTest, GradientsDoNotDependOnThreads) {
+  ProblemShape shape = Sequence(Causal(4, 1, 32), 300, 400);
+  Problem problem(shape);
+  Attend(problem.spec(), problem.tasks(), context());
+  std::vector<std::vector<float>> runs;
+  for (int threads : {1, 2, 3, 8}) {
+    ThreadPool pool(threads, std::chrono::microseconds(0));
+    const BackwardTask& task = problem.MakeBackward()[0];
+    AttendBackward(problem.spec(), {&task, 1}, context(&pool));
+    std::vector<float>& all = runs.emplace_back();
+    for (const GradView* view : {&task.dq, &task.dk, &task.dv}) {
+      all.insert(all.end(), view->data, view->data + view->tokens * view->heads * view->dim);
+    }
+  }
+  for (const std::vector<float>& run : runs) {
+    EXPECT_EQ(std::memcmp(run.data(), runs[0].data(), run.size() * sizeof(float)), 0);
+  }
+}
+
+TEST_P(AttentionTest, WorkingMemoryIsBounded) {
+  constexpr std::size_t kPerThread = std::size_t{2} << 20;
+  struct Case {
+    int heads, kv_heads, head_dim, v_head_dim;
+    std::int64_t queries, keys;
+  };
+  for (const Case& c : {Case{8, 8, 128, 128, 700, 1500}, Case{8, 8, 576, 512, 250, 300},
+                        Case{128, 1, 576, 512, 1, 3000}, Case{32, 8, 128, 128, 1, 50000},
+                        Case{32, 8, 128, 128, 4, 9000}, Case{2048, 2048, 128, 128, 1, 600},
+                        Case{4, 4, 256, 256, 300, 300}}) {
+    AttentionSpec spec = Causal(c.heads, c.kv_heads, c.head_dim);
+    spec.v_head_dim = c.v_head_dim;
+    ProblemShape shape = Sequence(spec, c.queries, c.keys);
+    shape.kv_dtype = DType::kBF16;
+    Problem problem(shape);
+    for (int threads : {1, 2, 5}) {
+      ThreadPool pool(threads, std::chrono::microseconds(0));
+      MemoryTracker memory;
+      Attend(spec, problem.tasks(), context(&pool, &memory));
+      EXPECT_GT(memory.peak(Purpose::kWorkspace), 0u);
+      EXPECT_LE(memory.peak(Purpose::kWorkspace), kPerThread * static_cast<std::size_t>(threads))
+          << "attend, " << threads << " threads, " << shape.Describe();
+      EXPECT_EQ(memory.held(Purpose::kWorkspace), 0u);
+      if (c.head_dim > AttentionSpec::kMaxBackwardHeadDim || c.queries < 100) continue;
+      memory.ResetPeaks();
+      AttendBackward(spec, problem.MakeBackward(), context(&pool, &memory));
+      EXPECT_LE(memory.peak(Purpose::kWorkspace), kPerThread * static_cast<std::size_t>(threads))
+          << "backward, " << threads << " threads, " << shape.Describe();
+    }
+  }
+}
+
+}  // namespace
+}  // namespace treeline
