@@ -24,10 +24,12 @@ namespace treeline::cpu::HWY_NAMESPACE {
 namespace {
 
 constexpr int kTileRows = 6;
-constexpr int kTileVectors = kManyRegisters ? 4 : 2;
+constexpr int kTileVectors = kManyRegisters || kLanes == 1 ? 4 : 2;
 constexpr int kPanel = kTileVectors * kLanes;  // query rows of a panel
-constexpr int kRows = 192;                     // query rows of a block
-static_assert(kRows % kPanel == 0 && kRows % kTileRows == 0 && kBackwardKeys % kTileRows == 0);
+// Query rows of a block: the tiles of a block then fit the second-level cache.
+constexpr int kRows = kManyRegisters ? 192 : 96;
+static_assert(kRows % kPanel == 0 && kPanel % 4 == 0 && kRows % kTileRows == 0 &&
+              kBackwardKeys % kTileRows == 0);
 
 int RoundUp(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
@@ -220,8 +222,7 @@ class Block {
         WidenRow(task_.q.dtype, task_.q.Row(token, head), spec_.head_dim, q);
         WidenRow(DType::kF32, task_.d_out.Row(token, head), spec_.v_head_dim, d_out);
         const auto* out = reinterpret_cast<const float*>(task_.out.Row(token, head));
-        float delta = 0.0f;
-        for (int d = 0; d < spec_.v_head_dim; ++d) delta += d_out[d] * out[d];
+        const float delta = Dot(d_out, out, spec_.v_head_dim);
         const float lse = task_.lse[static_cast<std::size_t>(token * spec_.heads + head)];
         w_.delta[i] = delta;
         if (lse != kMinusInfinity) w_.lse[i] = lse * kLog2E;
@@ -230,10 +231,12 @@ class Block {
         }
         finite += (delta - delta) + (lse == kMinusInfinity ? 0.0f : lse - lse);
       }
-      float* q_column = QueryPanel(i / kPanel) + i % kPanel;
-      float* d_out_column = DOutPanel(i / kPanel) + i % kPanel;
-      for (int d = 0; d < spec_.head_dim; ++d) q_column[d * kPanel] = q[d] * map_.query_scale;
-      for (int d = 0; d < spec_.v_head_dim; ++d) d_out_column[d * kPanel] = d_out[d];
+    }
+    for (int i = row_begin_; i < row_end_; i += 4) {
+      TransposeFourRows(w_.q + i * w_.qk_dim, w_.qk_dim, spec_.head_dim, map_.query_scale,
+                        QueryPanel(i / kPanel) + i % kPanel, kPanel);
+      TransposeFourRows(w_.d_out + i * w_.v_dim, w_.v_dim, spec_.v_head_dim, 1.0f,
+                        DOutPanel(i / kPanel) + i % kPanel, kPanel);
     }
     const auto loaded = static_cast<std::size_t>(row_end_ - row_begin_);
     rows_finite_ = finite == 0.0f && AllFinite(w_.q + row_begin_ * w_.qk_dim, loaded * w_.qk_dim) &&

@@ -24,10 +24,10 @@ namespace {
 
 constexpr int kKeyTile = 128;
 constexpr int kTileRows = kManyRegisters ? 8 : 4;  // keys, or dims, of a register tile
-constexpr int kTileVectors = 3;
-constexpr int kPanel = kTileVectors * kLanes;  // query rows of a panel
+constexpr int kTileVectors = kLanes == 1 ? 4 : 3;  // panels are packed four rows at a time
+constexpr int kPanel = kTileVectors * kLanes;      // query rows of a panel
 constexpr int kPanels = kForwardRows / kPanel;
-static_assert(kForwardRows % kPanel == 0 && kKeyTile % kTileRows == 0);
+static_assert(kForwardRows % kPanel == 0 && kPanel % 4 == 0 && kKeyTile % kTileRows == 0);
 
 struct Workspace {
   Workspace(const AttentionSpec& spec, std::byte* base) {
@@ -37,7 +37,7 @@ struct Workspace {
     keys = arena.Take<float>(std::size_t{kKeyTile} * spec.head_dim);
     values = arena.Take<float>(std::size_t{kKeyTile} * spec.v_head_dim);
     scores = arena.Take<float>(std::size_t{kKeyTile} * kPanel);
-    row = arena.Take<float>(AttentionSpec::kMaxHeadDim);
+    four_rows = arena.Take<float>(std::size_t{4} * spec.head_dim);
     maximum = arena.Take<float>(kForwardRows);
     sum = arena.Take<float>(kForwardRows);
     slope = arena.Take<float>(kForwardRows);
@@ -55,7 +55,7 @@ struct Workspace {
   float* keys;               // [kKeyTile, head_dim]
   float* values;             // [kKeyTile, v_head_dim]
   float* scores;             // [kKeyTile, kPanel]
-  float* row;                // one query, widened
+  float* four_rows;          // queries, widened, on their way to a panel
   float* maximum;            // [row], log2 domain, may lag
   float* sum;                // [row]
   float* slope;              // [row], ALiBi, log2 domain
@@ -120,9 +120,12 @@ class Block {
       const std::int64_t r = args_.row_begin + std::min(i, args_.rows - 1);
       const std::int64_t token = r / group;
       const int head = args_.kv_head * group + static_cast<int>(r % group);
-      WidenRow(task_.q.dtype, task_.q.Row(token, head), spec_.head_dim, w_.row);
-      float* column = Query(i / kPanel) + i % kPanel;
-      for (int d = 0; d < spec_.head_dim; ++d) column[d * kPanel] = w_.row[d] * map_.query_scale;
+      WidenRow(task_.q.dtype, task_.q.Row(token, head), spec_.head_dim,
+               w_.four_rows + i % 4 * spec_.head_dim);
+      if (i % 4 == 3) {
+        TransposeFourRows(w_.four_rows, spec_.head_dim, spec_.head_dim, map_.query_scale,
+                          Query(i / kPanel) + (i - 3) % kPanel, kPanel);
+      }
       w_.maximum[i] = kNoScore;
       w_.sum[i] = 0.0f;
       w_.position[i] = task_.q_positions[token];

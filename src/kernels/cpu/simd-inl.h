@@ -182,6 +182,47 @@ HWY_INLINE void Multiply(const float* HWY_RESTRICT a, std::size_t a_row, std::si
   }
 }
 
+// sum of a[i] * b[i]. n is a multiple of 8; no alignment.
+HWY_INLINE float Dot(const float* a, const float* b, int n) {
+  const hn::CappedTag<float, 8> d;
+  const int lanes = static_cast<int>(hn::Lanes(d));
+  auto sum = hn::Zero(d);
+  for (int i = 0; i < n; i += lanes)
+    sum = hn::MulAdd(hn::LoadU(d, a + i), hn::LoadU(d, b + i), sum);
+  return hn::GetLane(hn::SumOfLanes(d, sum));
+}
+
+// target[c * target_row + r] = source[r * source_row + c] * factor for r < 4 and c < columns, which
+// is a multiple of 4. Both are 16-byte aligned, and so are their rows.
+HWY_INLINE void TransposeFourRows(const float* HWY_RESTRICT source, std::size_t source_row,
+                                  int columns, float factor, float* HWY_RESTRICT target,
+                                  std::size_t target_row) {
+#if HWY_TARGET == HWY_SCALAR
+  for (int c = 0; c < columns; ++c) {
+    for (int r = 0; r < 4; ++r) target[c * target_row + r] = source[r * source_row + c] * factor;
+  }
+#else
+  const hn::Full128<float> d;
+  const hn::Full128<double> dd;
+  const auto scale = hn::Set(d, factor);
+  for (int c = 0; c < columns; c += 4) {
+    const auto r0 = hn::Mul(scale, hn::Load(d, source + c));
+    const auto r1 = hn::Mul(scale, hn::Load(d, source + source_row + c));
+    const auto r2 = hn::Mul(scale, hn::Load(d, source + 2 * source_row + c));
+    const auto r3 = hn::Mul(scale, hn::Load(d, source + 3 * source_row + c));
+    const auto low01 = hn::BitCast(dd, hn::InterleaveLower(d, r0, r1));
+    const auto low23 = hn::BitCast(dd, hn::InterleaveLower(d, r2, r3));
+    const auto high01 = hn::BitCast(dd, hn::InterleaveUpper(d, r0, r1));
+    const auto high23 = hn::BitCast(dd, hn::InterleaveUpper(d, r2, r3));
+    float* t = target + c * target_row;
+    hn::Store(hn::BitCast(d, hn::InterleaveLower(dd, low01, low23)), d, t);
+    hn::Store(hn::BitCast(d, hn::InterleaveUpper(dd, low01, low23)), d, t + target_row);
+    hn::Store(hn::BitCast(d, hn::InterleaveLower(dd, high01, high23)), d, t + 2 * target_row);
+    hn::Store(hn::BitCast(d, hn::InterleaveUpper(dd, high01, high23)), d, t + 3 * target_row);
+  }
+#endif
+}
+
 // Hands out 64-byte aligned pieces of a workspace. With a null base it only measures.
 class Arena {
  public:
