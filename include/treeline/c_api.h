@@ -160,6 +160,8 @@ typedef struct treeline_kv {
   int64_t page_slots;  // slots of a page; 0: strided
   int64_t page_count;  // 0 if strided
   int32_t kv_heads;
+  int32_t head_dim;
+  int32_t v_head_dim;
   treeline_dtype dtype;
 } treeline_kv;
 

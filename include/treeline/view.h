@@ -50,6 +50,7 @@ struct KvSide {
   const void* const* pages = nullptr;  // paged: the address of each page's first slot
   std::int64_t slot_stride = 0;
   std::int64_t head_stride = 0;
+  int dim = 0;  // elements of a row
 
   const std::byte* Row(std::int64_t slot, int head, std::int64_t page_slots) const {
     const void* start = pages == nullptr ? base : pages[slot / page_slots];

@@ -150,7 +150,8 @@ GradView ToGradient(const treeline_gradient& gradient) {
           .head_stride = gradient.head_stride};
 }
 
-KvSide ToSide(const treeline_kv_side& side, const treeline_kv& kv, const std::string& name) {
+KvSide ToSide(const treeline_kv_side& side, int dim, const treeline_kv& kv,
+              const std::string& name) {
   if (kv.page_slots == 0) {
     Require(side.pages == nullptr, name, ".pages is set but page_slots is 0, which means strided");
   } else {
@@ -158,7 +159,7 @@ KvSide ToSide(const treeline_kv_side& side, const treeline_kv& kv, const std::st
             ", which means paged");
     if (kv.slots > 0) RequireAligned(side.pages, name + ".pages", alignof(const void*));
   }
-  return {side.base, side.pages, side.slot_stride, side.head_stride};
+  return {side.base, side.pages, side.slot_stride, side.head_stride, dim};
 }
 
 // Page counts are checked here: a KvView does not hold them.
@@ -170,8 +171,8 @@ KvView ToKv(const treeline_kv& kv, const std::string& name) {
     Require(kv.page_count >= needed, name, ".page_count is ", kv.page_count, "; ", kv.slots,
             " slots need ", needed, " pages of ", kv.page_slots);
   }
-  return {.k = ToSide(kv.k, kv, name + ".k"),
-          .v = ToSide(kv.v, kv, name + ".v"),
+  return {.k = ToSide(kv.k, kv.head_dim, kv, name + ".k"),
+          .v = ToSide(kv.v, kv.v_head_dim, kv, name + ".v"),
           .dtype = ToDType(kv.dtype, name + ".dtype"),
           .slots = kv.slots,
           .page_slots = kv.page_slots,
@@ -375,6 +376,8 @@ treeline_kv treeline_kv_dense(const void* k, const void* v, treeline_dtype dtype
           .page_slots = 0,
           .page_count = 0,
           .kv_heads = kv_heads,
+          .head_dim = head_dim,
+          .v_head_dim = v_head_dim,
           .dtype = dtype};
 }
 
@@ -390,6 +393,8 @@ treeline_kv treeline_kv_paged(const void* const* k_pages, const void* const* v_p
           .page_slots = page_slots,
           .page_count = page_count,
           .kv_heads = kv_heads,
+          .head_dim = head_dim,
+          .v_head_dim = v_head_dim,
           .dtype = dtype};
 }
 

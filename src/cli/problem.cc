@@ -161,11 +161,11 @@ Problem::Problem(const ProblemShape& shape) : shape_(shape), memory_(shape.seque
       const SidePlan plan = PlanSide(shape_, slots, dim);
       for (std::int64_t p = 0; p < plan.pages; ++p) pages.push_back(next + p * plan.page_bytes);
       if (shape_.storage == Storage::kPaged) std::shuffle(pages.begin(), pages.end(), random);
-      side = {pages.front(), nullptr, plan.slot_stride, plan.head_stride};
+      side = {pages.front(), nullptr, plan.slot_stride, plan.head_stride, dim};
       next += SideBytes(plan);
     };
-    KvSide k;
-    KvSide v;
+    KvSide k{.dim = spec.head_dim};
+    KvSide v{.dim = spec.v_head_dim};
     if (slots > 0) {
       place(spec.head_dim, memory.k_pages, k);
       place(spec.v_head_dim, memory.v_pages, v);

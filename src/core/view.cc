@@ -34,8 +34,8 @@ KvView KvView::Strided(const TensorView& k, const TensorView& v) {
   Require(k.dtype == v.dtype, "keys are ", Name(k.dtype), " and values ", Name(v.dtype),
           "; they must be the same");
   KvView view;
-  view.k = {k.data, nullptr, k.token_stride, k.head_stride};
-  view.v = {v.data, nullptr, v.token_stride, v.head_stride};
+  view.k = {k.data, nullptr, k.token_stride, k.head_stride, k.dim};
+  view.v = {v.data, nullptr, v.token_stride, v.head_stride, v.dim};
   view.dtype = k.dtype;
   view.slots = k.tokens;
   view.kv_heads = k.heads;
@@ -60,8 +60,8 @@ KvView KvView::Paged(std::span<const void* const> k_pages, std::span<const void*
   const auto k_row = static_cast<std::int64_t>(RowBytes(dtype, head_dim));
   const auto v_row = static_cast<std::int64_t>(RowBytes(dtype, v_head_dim));
   KvView view;
-  view.k = {nullptr, k_pages.data(), k_row, Bytes(page_slots, k_row)};
-  view.v = {nullptr, v_pages.data(), v_row, Bytes(page_slots, v_row)};
+  view.k = {nullptr, k_pages.data(), k_row, Bytes(page_slots, k_row), head_dim};
+  view.v = {nullptr, v_pages.data(), v_row, Bytes(page_slots, v_row), v_head_dim};
   view.dtype = dtype;
   view.slots = slots;
   view.page_slots = page_slots;

@@ -279,6 +279,13 @@ TEST(AttendInputTest, OverlappingQueryStridesAreNamed) {
   });
 }
 
+TEST(AttendInputTest, KeysAndValuesOfAnotherDimAreNamed) {
+  ExpectErrors({
+      BrokenForward{[](Forward& f) { f.task.kv.k.dim = 8; }, "kv.k has dim 8", "the spec has 16"},
+      {[](Forward& f) { f.task.kv.v.dim = 0; }, "kv.v has dim 0", "the spec has 24"},
+  });
+}
+
 TEST(AttendInputTest, StridesBeyondTheAddressSpaceAreNamed) {
   ExpectErrors({
       BrokenForward{[](Forward& f) { f.task.q.token_stride = kHuge; }, "q has 3 tokens",

@@ -40,9 +40,9 @@ static_assert(TREELINE_OK == 0 && TREELINE_ERROR_ARGUMENT == 1 && TREELINE_ERROR
 static_assert(sizeof(void*) != 8 ||
               (TREELINE_ABI_VERSION == 1 && sizeof(treeline_spec) == 72 &&
                sizeof(treeline_tensor) == 48 && sizeof(treeline_gradient) == 40 &&
-               sizeof(treeline_kv) == 96 && sizeof(treeline_positions) == 64 &&
-               sizeof(treeline_partial) == 32 && sizeof(treeline_attend_task) == 304 &&
-               sizeof(treeline_backward_task) == 504));
+               sizeof(treeline_kv) == 104 && sizeof(treeline_positions) == 64 &&
+               sizeof(treeline_partial) == 32 && sizeof(treeline_attend_task) == 312 &&
+               sizeof(treeline_backward_task) == 512));
 
 testing::AssertionResult Succeeds(treeline_status status) {
   if (status == TREELINE_OK) return testing::AssertionSuccess();

@@ -92,6 +92,7 @@ void RequireGrad(const std::string& name, const GradView& view, std::int64_t tok
 
 void RequireSide(const std::string& name, const KvView& kv, const KvSide& side, int dim) {
   const std::size_t alignment = Alignment(kv.dtype);
+  Require(side.dim == dim, name, " has dim ", side.dim, "; the spec has ", dim);
   Require(side.pages == nullptr || kv.page_slots >= 1, name, " is paged with page_slots ",
           kv.page_slots, "; it must be positive");
   const std::int64_t in_page = side.pages == nullptr ? kv.slots : std::min(kv.slots, kv.page_slots);
