@@ -91,6 +91,7 @@ class Layout {
   std::int64_t tokens_;
   std::vector<int> weights_;  // [ranks]; all 1 unless Weighted
   std::int64_t run_;
+  std::int64_t weight_sum_ = 0;
 };
 
 }  // namespace treeline

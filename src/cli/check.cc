@@ -197,7 +197,7 @@ RandomCase MakeRandomCase(std::uint64_t seed, std::uint64_t index) {
   const auto below = [&](std::int64_t n) {
     return std::uniform_int_distribution<std::int64_t>(0, n - 1)(random);
   };
-  const auto pick = [&](const auto& list) {
+  const auto pick = [&]<class List>(const List& list) {
     return list[static_cast<std::size_t>(below(static_cast<std::int64_t>(std::size(list))))];
   };
   const auto chance = [&](int in) { return below(in) == 0; };

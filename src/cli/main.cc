@@ -1,6 +1,6 @@
 #include <cstdio>
+#include <exception>
 #include <new>
-#include <string>
 
 #include "cli/command.h"
 #include "cli/machine.h"
@@ -10,18 +10,15 @@ namespace {
 
 enum ExitCode { kSuccess = 0, kOther = 1, kUsage = 2, kCommunication = 3, kBadFile = 4 };
 
-// One line on standard error, whatever the message holds.
-int Fail(ExitCode code, std::string message) {
-  for (char& c : message) {
-    if (c == '\n') c = ' ';
-  }
-  std::fprintf(stderr, "treeline: error: %s\n", message.c_str());
+// One line on standard error, whatever the message holds. Cannot throw.
+int Fail(ExitCode code, const char* message, const char* hint = "") {
+  std::fputs("treeline: error: ", stderr);
+  for (; *message != '\0'; ++message) std::fputc(*message == '\n' ? ' ' : *message, stderr);
+  std::fprintf(stderr, "%s\n", hint);
   return code;
 }
 
-}  // namespace
-
-int main(int argc, char** argv) {
+int Run(int argc, char** argv) {
   CLI::App program("Exact attention over sequences that no single device holds.", "treeline");
   program.set_version_flag("--version", "treeline " + treeline::cli::DescribeMachine().version);
   program.set_help_all_flag("--help-all", "Print the help of every command");
@@ -33,14 +30,22 @@ int main(int argc, char** argv) {
   treeline::cli::AddBench(program);
   try {
     program.parse(argc, argv);
-    if (program.get_subcommands().empty()) {
-      throw treeline::ArgumentError(
-          "a command is required: info, verify or bench (see treeline --help)");
-    }
   } catch (const CLI::Success& request) {  // --help or --version
     return program.exit(request);
+  }
+  if (program.get_subcommands().empty()) {
+    throw treeline::ArgumentError("a command is required: info, verify or bench");
+  }
+  return kSuccess;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  try {
+    return Run(argc, argv);
   } catch (const CLI::ParseError& error) {
-    return Fail(kUsage, std::string(error.what()) + " (see treeline --help)");
+    return Fail(kUsage, error.what(), " (see treeline --help)");
   } catch (const treeline::ArgumentError& error) {
     return Fail(kUsage, error.what());
   } catch (const treeline::CommError& error) {
@@ -52,5 +57,4 @@ int main(int argc, char** argv) {
   } catch (const std::exception& error) {
     return Fail(kOther, error.what());
   }
-  return kSuccess;
 }

@@ -77,7 +77,8 @@ void RunVerify(const VerifyOptions& options) {
                     {"verified", ok}});
     if (!ok && failed == nullptr) {
       failed = &w;
-      failed_name = name + " on " + isa;
+      failed_name = name;
+      failed_name.append(" on ").append(isa);
     }
   }
   WriteJson(options.json, {{"machine", ToJson(DescribeMachine(), isas.back())},

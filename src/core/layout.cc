@@ -50,13 +50,12 @@ Layout::Layout(LayoutKind kind, std::int64_t tokens, std::vector<int> weights, s
   Require(tokens >= 0 && tokens <= kMaxTokens, "tokens is ", tokens, "; it must be from 0 to ",
           kMaxTokens);
   Require(run >= 1 && run <= kMaxWeight, "run is ", run, "; it must be from 1 to ", kMaxWeight);
-  std::int64_t sum = 0;
   for (std::size_t r = 0; r < weights_.size(); ++r) {
     Require(weights_[r] >= 0, "weights[", r, "] is ", weights_[r], "; it must not be negative");
-    sum += weights_[r];
+    weight_sum_ += weights_[r];
   }
-  Require(sum >= 1 && sum <= kMaxWeight, "weights sum to ", sum, "; they must sum to 1 to ",
-          kMaxWeight);
+  Require(weight_sum_ >= 1 && weight_sum_ <= kMaxWeight, "weights sum to ", weight_sum_,
+          "; they must sum to 1 to ", kMaxWeight);
 }
 
 namespace {
@@ -100,10 +99,9 @@ Positions Layout::Shard(int rank) const {
       break;
   }
   // The runs of a rank within one round are neighbours, so they are one longer run.
-  const auto before = weights_.begin() + rank;
-  const std::int64_t first = std::accumulate(weights_.begin(), before, std::int64_t{0}) * run_;
-  const std::int64_t stride =
-      std::accumulate(before, weights_.end(), std::int64_t{0}) * run_ + first;
+  const std::int64_t first =
+      std::accumulate(weights_.begin(), weights_.begin() + rank, std::int64_t{0}) * run_;
+  const std::int64_t stride = weight_sum_ * run_;
   const std::int64_t run = weights_[r] * run_;
   if (run == 0) return {};
   const std::int64_t last_round = std::clamp<std::int64_t>(tokens_ % stride - first, 0, run);
@@ -124,8 +122,7 @@ int Layout::Owner(std::int64_t position) const {
     case LayoutKind::kStriped:
       break;
   }
-  const std::int64_t sum = std::accumulate(weights_.begin(), weights_.end(), std::int64_t{0});
-  std::int64_t in_round = position / run_ % sum;
+  std::int64_t in_round = position / run_ % weight_sum_;
   int rank = 0;
   while (in_round >= weights_[static_cast<std::size_t>(rank)]) {
     in_round -= weights_[static_cast<std::size_t>(rank)];

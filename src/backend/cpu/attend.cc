@@ -103,7 +103,7 @@ class Attention {
       ++plan.head_parts;
     }
     const int threads = Threads(context_);
-    if (threads > 1 && plan.slots.size() > 0) {
+    if (threads > 1 && total_slots > 0 && plan.slots.size() > 0) {
       // The task's share of all items, as far as its slots and the memory allow.
       const std::int64_t share =
           (kItemsPerThread * threads * plan.slots.size() + total_slots - 1) / total_slots;

@@ -83,6 +83,16 @@ struct Workspace {
   std::size_t bytes;
 };
 
+// Calls fn.operator()<vectors>() for vectors in [1, kMost].
+template <int kMost, class Fn>
+HWY_INLINE void WithVectors(int vectors, const Fn& fn) {
+  if (vectors == kMost) {
+    fn.template operator()<kMost>();
+  } else if constexpr (kMost > 1) {
+    WithVectors<kMost - 1>(vectors, fn);
+  }
+}
+
 // c[row, 0, width) (+)= sum over i of a(row, i) * b[i]; rows and width as they come, in register
 // tiles. `width` is a multiple of kLanes.
 template <bool kAccumulate>
@@ -96,20 +106,7 @@ void Product(const float* a, std::size_t a_row, std::size_t a_step, const float*
                                                    n, c + r * c_row + column, c_row);
       }
     };
-    switch (vectors) {
-      case 1:
-        tiles.template operator()<1>();
-        break;
-      case 2:
-        tiles.template operator()<2>();
-        break;
-      case 3:
-        tiles.template operator()<HWY_MIN(3, kTileVectors)>();
-        break;
-      default:
-        tiles.template operator()<kTileVectors>();
-        break;
-    }
+    WithVectors<kTileVectors>(vectors, tiles);
     column += vectors * kLanes;
   }
 }

@@ -128,7 +128,7 @@ HWY_INLINE void StoreSums(VF a, VF b, VF c, VF e, float* sums) {
 }
 #else
 template <class D, class V>
-HWY_INLINE hn::Vec<hn::Full128<float>> FoldTo128(D d, V v) {
+HWY_INLINE hn::Vec<hn::Full128<float>> FoldTo128(D /*d*/, V v) {
   if constexpr (hn::MaxLanes(D()) == 4) {
     return v;
   } else {
@@ -590,7 +590,8 @@ class Decoder {
         float sum = 0.0f;
         for (int i = r; i < kRepeated; i += kSlabRows) sum += state.sum[i];
         const int head = (args_.kv_head_begin + h) * group + row % group;
-        const auto target = static_cast<std::size_t>(row / group * spec_.heads + head);
+        const auto target =
+            static_cast<std::size_t>(std::int64_t{row} / group * spec_.heads + head);
         // A sum of 0 means no key, or none of any weight. A NaN is neither.
         const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
         args_.lse[target] =
