@@ -208,10 +208,9 @@ std::int64_t Problem::pairs() const {
 
 void Problem::ClearResults() {
   for (const AttendTask& task : tasks_) {
-    std::memset(task.result.out.data(), std::to_integer<int>(kPoison),
-                task.result.out.size_bytes());
-    std::memset(task.result.lse.data(), std::to_integer<int>(kPoison),
-                task.result.lse.size_bytes());
+    for (std::span<float> values : {task.result.out, task.result.lse}) {
+      std::ranges::fill(std::as_writable_bytes(values), kPoison);
+    }
   }
 }
 
