@@ -28,26 +28,36 @@ constexpr int kTileVectors = kManyRegisters || kLanes == 1 ? 4 : 2;
 constexpr int kPanel = kTileVectors * kLanes;  // query rows of a panel
 // Query rows of a block: the tiles of a block then fit the second-level cache.
 constexpr int kRows = kManyRegisters ? 192 : 96;
+constexpr int kAhead = 4;  // rows that are fetched before they are needed
 static_assert(kRows % kPanel == 0 && kPanel % 4 == 0 && kRows % kTileRows == 0 &&
               kBackwardKeys % kTileRows == 0);
 
 int RoundUp(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+// Floats from row to row: an odd number of cache lines, so that a column of rows does not fall into
+// a few sets of the first-level cache.
+int RowStride(int dim) {
+  constexpr int kLineFloats = 16;
+  return ((dim + kLineFloats - 1) / kLineFloats | 1) * kLineFloats;
+}
 
 struct Workspace {
   Workspace(const AttentionSpec& spec, std::byte* base) {
     Arena arena(base);
     qk_dim = RoundUp(spec.head_dim, kLanes);
     v_dim = RoundUp(spec.v_head_dim, kLanes);
-    k = arena.Take<float>(std::size_t{kBackwardKeys} * qk_dim);
-    v = arena.Take<float>(std::size_t{kBackwardKeys} * v_dim);
-    dk = arena.Take<float>(std::size_t{kBackwardKeys} * qk_dim);
-    dv = arena.Take<float>(std::size_t{kBackwardKeys} * v_dim);
-    q = arena.Take<float>(std::size_t{kRows} * qk_dim);
+    qk_row = RowStride(qk_dim);
+    v_row = RowStride(v_dim);
+    k = arena.Take<float>(std::size_t{kBackwardKeys} * qk_row);
+    v = arena.Take<float>(std::size_t{kBackwardKeys} * v_row);
+    dk = arena.Take<float>(std::size_t{kBackwardKeys} * qk_row);
+    dv = arena.Take<float>(std::size_t{kBackwardKeys} * v_row);
+    q = arena.Take<float>(std::size_t{kRows} * qk_row);
     q_t = arena.Take<float>(std::size_t{kRows} * spec.head_dim);
-    d_out = arena.Take<float>(std::size_t{kRows} * v_dim);
+    d_out = arena.Take<float>(std::size_t{kRows} * v_row);
     d_out_t = arena.Take<float>(std::size_t{kRows} * spec.v_head_dim);
     // The last register tile of dq may reach past the last row.
-    dq = arena.Take<float>(std::size_t{kRows + kTileRows} * qk_dim);
+    dq = arena.Take<float>(std::size_t{kRows + kTileRows} * qk_row);
     p = arena.Take<float>(std::size_t{kBackwardKeys} * kRows);
     ds = arena.Take<float>(std::size_t{kBackwardKeys} * kRows + kTileRows);
     lse = arena.Take<float>(kRows);
@@ -62,15 +72,17 @@ struct Workspace {
 
   int qk_dim;  // padded to vectors
   int v_dim;
-  float* k;  // [key, qk_dim]
-  float* v;  // [key, v_dim]
+  int qk_row;  // from row to row
+  int v_row;
+  float* k;  // [key, qk_row]
+  float* v;  // [key, v_row]
   float* dk;
   float* dv;
-  float* q;             // [row, qk_dim]
+  float* q;             // [row, qk_row]
   float* q_t;           // [panel, head_dim, kPanel], scaled
-  float* d_out;         // [row, v_dim]
+  float* d_out;         // [row, v_row]
   float* d_out_t;       // [panel, v_head_dim, kPanel]
-  float* dq;            // [row, qk_dim]
+  float* dq;            // [row, qk_row]
   float* p;             // [key, kRows]: scores, then weights
   float* ds;            // [key, kRows]: gradients of weights, then of scores
   float* lse;           // [row], log2 domain
@@ -146,19 +158,19 @@ class Block {
 
  private:
   void LoadKeys() {
-    ClearPadding(w_.k, padded_keys_, w_.qk_dim, spec_.head_dim);
-    ClearPadding(w_.v, padded_keys_, w_.v_dim, spec_.v_head_dim);
+    ClearPadding(w_.k, padded_keys_, w_.qk_row, spec_.head_dim);
+    ClearPadding(w_.v, padded_keys_, w_.v_row, spec_.v_head_dim);
     for (int j = 0; j < keys_; ++j) {
       const std::int64_t slot = args_.key_begin + j;
       WidenRow(task_.kv.dtype, task_.kv.KeyRow(slot, args_.kv_head), spec_.head_dim,
-               w_.k + j * w_.qk_dim);
+               w_.k + j * w_.qk_row);
       WidenRow(task_.kv.dtype, task_.kv.ValueRow(slot, args_.kv_head), spec_.v_head_dim,
-               w_.v + j * w_.v_dim);
+               w_.v + j * w_.v_row);
     }
-    std::memset(w_.dk, 0, sizeof(float) * padded_keys_ * w_.qk_dim);
-    std::memset(w_.dv, 0, sizeof(float) * padded_keys_ * w_.v_dim);
-    keys_finite_ = AllFinite(w_.k, static_cast<std::size_t>(padded_keys_) * w_.qk_dim) &&
-                   AllFinite(w_.v, static_cast<std::size_t>(padded_keys_) * w_.v_dim);
+    std::memset(w_.dk, 0, sizeof(float) * padded_keys_ * w_.qk_row);
+    std::memset(w_.dv, 0, sizeof(float) * padded_keys_ * w_.v_row);
+    keys_finite_ = AllFinite(w_.k, static_cast<std::size_t>(padded_keys_) * w_.qk_row) &&
+                   AllFinite(w_.v, static_cast<std::size_t>(padded_keys_) * w_.v_row);
     task_.kv_positions.Fill(args_.key_begin, {w_.key_position, static_cast<std::size_t>(keys_)});
   }
 
@@ -205,15 +217,16 @@ class Block {
     row_end_ = last_panel_ * kPanel;
     float finite = 0.0f;  // NaN if any input is not finite
     for (int i = row_begin_; i < row_end_; ++i) {
-      float* q = w_.q + i * w_.qk_dim;
-      float* d_out = w_.d_out + i * w_.v_dim;
-      std::memset(q, 0, sizeof(float) * w_.qk_dim);
-      std::memset(d_out, 0, sizeof(float) * w_.v_dim);
+      float* q = w_.q + i * w_.qk_row;
+      float* d_out = w_.d_out + i * w_.v_row;
+      std::memset(q, 0, sizeof(float) * w_.qk_row);
+      std::memset(d_out, 0, sizeof(float) * w_.v_row);
       // A row beyond the last has weight 0 everywhere.
       w_.lse[i] = std::numeric_limits<float>::max();
       w_.delta[i] = 0.0f;
       w_.slope[i] = 0.0f;
       if (i < count) {
+        FetchRow(first + std::min(i + kAhead, count - 1));
         const std::int64_t token = (first + i) / group;
         const int head = args_.kv_head * group + static_cast<int>((first + i) % group);
         WidenRow(task_.q.dtype, task_.q.Row(token, head), spec_.head_dim, q);
@@ -230,22 +243,32 @@ class Block {
       }
     }
     for (int i = row_begin_; i < row_end_; i += 4) {
-      TransposeFourRows(w_.q + i * w_.qk_dim, w_.qk_dim, spec_.head_dim, map_.query_scale,
+      TransposeFourRows(w_.q + i * w_.qk_row, w_.qk_row, spec_.head_dim, map_.query_scale,
                         QueryPanel(i / kPanel) + i % kPanel, kPanel);
-      TransposeFourRows(w_.d_out + i * w_.v_dim, w_.v_dim, spec_.v_head_dim, 1.0f,
+      TransposeFourRows(w_.d_out + i * w_.v_row, w_.v_row, spec_.v_head_dim, 1.0f,
                         DOutPanel(i / kPanel) + i % kPanel, kPanel);
     }
     const auto loaded = static_cast<std::size_t>(row_end_ - row_begin_);
-    rows_finite_ = finite == 0.0f && AllFinite(w_.q + row_begin_ * w_.qk_dim, loaded * w_.qk_dim) &&
-                   AllFinite(w_.d_out + row_begin_ * w_.v_dim, loaded * w_.v_dim);
+    rows_finite_ = finite == 0.0f && AllFinite(w_.q + row_begin_ * w_.qk_row, loaded * w_.qk_row) &&
+                   AllFinite(w_.d_out + row_begin_ * w_.v_row, loaded * w_.v_row);
+  }
+
+  // Rows of one head lie far apart: no hardware fetches them ahead.
+  void FetchRow(std::int64_t row) const {
+    const std::int64_t token = row / spec_.group();
+    const int head = args_.kv_head * spec_.group() + static_cast<int>(row % spec_.group());
+    PrefetchRow(task_.q.Row(token, head),
+                static_cast<int>(RowBytes(task_.q.dtype, spec_.head_dim)));
+    PrefetchRow(task_.d_out.Row(token, head), static_cast<int>(sizeof(float)) * spec_.v_head_dim);
+    PrefetchRow(task_.out.Row(token, head), static_cast<int>(sizeof(float)) * spec_.v_head_dim);
   }
 
   // p and ds of the visible panels.
   void ComputeScores() {
     for (int panel = first_panel_; panel < last_panel_; ++panel) {
-      Product<false>(w_.k, w_.qk_dim, 1, QueryPanel(panel), kPanel, spec_.head_dim,
+      Product<false>(w_.k, w_.qk_row, 1, QueryPanel(panel), kPanel, spec_.head_dim,
                      w_.p + panel * kPanel, kRows, padded_keys_, kPanel);
-      Product<false>(w_.v, w_.v_dim, 1, DOutPanel(panel), kPanel, spec_.v_head_dim,
+      Product<false>(w_.v, w_.v_row, 1, DOutPanel(panel), kPanel, spec_.v_head_dim,
                      w_.ds + panel * kPanel, kRows, padded_keys_, kPanel);
     }
     if (full_ && map_.plain()) {
@@ -296,31 +319,31 @@ class Block {
 
   void AccumulateKeyGradients() {
     const auto rows = static_cast<std::size_t>(row_end_ - row_begin_);
-    const float* q = w_.q + row_begin_ * w_.qk_dim;
-    const float* d_out = w_.d_out + row_begin_ * w_.v_dim;
+    const float* q = w_.q + row_begin_ * w_.qk_row;
+    const float* d_out = w_.d_out + row_begin_ * w_.v_row;
     if (!Masking()) {
-      Product<true>(w_.p + row_begin_, kRows, 1, d_out, w_.v_dim, rows, w_.dv, w_.v_dim,
+      Product<true>(w_.p + row_begin_, kRows, 1, d_out, w_.v_row, rows, w_.dv, w_.v_row,
                     padded_keys_, w_.v_dim);
-      Product<true>(w_.ds + row_begin_, kRows, 1, q, w_.qk_dim, rows, w_.dk, w_.qk_dim,
+      Product<true>(w_.ds + row_begin_, kRows, 1, q, w_.qk_row, rows, w_.dk, w_.qk_row,
                     padded_keys_, w_.qk_dim);
       return;
     }
     ForVisible([&](int i, int j) {
-      AddScaled(w_.p[j * kRows + i], w_.d_out + i * w_.v_dim, w_.v_dim, w_.dv + j * w_.v_dim);
-      AddScaled(w_.ds[j * kRows + i], w_.q + i * w_.qk_dim, w_.qk_dim, w_.dk + j * w_.qk_dim);
+      AddScaled(w_.p[j * kRows + i], w_.d_out + i * w_.v_row, w_.v_row, w_.dv + j * w_.v_row);
+      AddScaled(w_.ds[j * kRows + i], w_.q + i * w_.qk_row, w_.qk_row, w_.dk + j * w_.qk_row);
     });
   }
 
   void ComputeQueryGradient() {
     if (!Masking()) {
-      Product<false>(w_.ds + row_begin_, 1, kRows, w_.k, w_.qk_dim, static_cast<std::size_t>(keys_),
-                     w_.dq + row_begin_ * w_.qk_dim, w_.qk_dim,
+      Product<false>(w_.ds + row_begin_, 1, kRows, w_.k, w_.qk_row, static_cast<std::size_t>(keys_),
+                     w_.dq + row_begin_ * w_.qk_row, w_.qk_row,
                      RoundUp(row_end_ - row_begin_, kTileRows), w_.qk_dim);
       return;
     }
-    std::memset(w_.dq, 0, sizeof(float) * kRows * w_.qk_dim);
+    std::memset(w_.dq, 0, sizeof(float) * kRows * w_.qk_row);
     ForVisible([&](int i, int j) {
-      AddScaled(w_.ds[j * kRows + i], w_.k + j * w_.qk_dim, w_.qk_dim, w_.dq + i * w_.qk_dim);
+      AddScaled(w_.ds[j * kRows + i], w_.k + j * w_.qk_row, w_.qk_row, w_.dq + i * w_.qk_row);
     });
   }
 
@@ -339,18 +362,26 @@ class Block {
     const int group = spec_.group();
     for (int i = row_begin_; i < std::min(row_end_, count); ++i) {
       if (w_.begin[i] >= w_.end[i]) continue;
+      FetchGradient(first + std::min(i + kAhead, count - 1));
       const std::int64_t token = (first + i) / group;
       const int head = args_.kv_head * group + static_cast<int>((first + i) % group);
-      AddScaled(spec_.scale, w_.dq + i * w_.qk_dim, spec_.head_dim, task_.dq.Row(token, head));
+      AddScaled(spec_.scale, w_.dq + i * w_.qk_row, spec_.head_dim, task_.dq.Row(token, head));
     }
+  }
+
+  void FetchGradient(std::int64_t row) const {
+    const std::int64_t token = row / spec_.group();
+    const int head = args_.kv_head * spec_.group() + static_cast<int>(row % spec_.group());
+    PrefetchRow(reinterpret_cast<const std::byte*>(task_.dq.Row(token, head)),
+                static_cast<int>(sizeof(float)) * spec_.head_dim);
   }
 
   void AddKeyGradients() {
     for (int j = 0; j < keys_; ++j) {
       const std::int64_t slot = args_.key_begin + j;
-      AddScaled(spec_.scale, w_.dk + j * w_.qk_dim, spec_.head_dim,
+      AddScaled(spec_.scale, w_.dk + j * w_.qk_row, spec_.head_dim,
                 task_.dk.Row(slot, args_.kv_head));
-      AddScaled(1.0f, w_.dv + j * w_.v_dim, spec_.v_head_dim, task_.dv.Row(slot, args_.kv_head));
+      AddScaled(1.0f, w_.dv + j * w_.v_row, spec_.v_head_dim, task_.dv.Row(slot, args_.kv_head));
     }
   }
 

@@ -9,7 +9,6 @@
 #define HWY_TARGET_INCLUDE "kernels/cpu/decode.cc"
 #include <hwy/foreach_target.h>
 // After foreach_target.h.
-#include <hwy/cache_control.h>
 #include <hwy/highway.h>
 
 #include <algorithm>
@@ -29,7 +28,6 @@ constexpr int kTileKeys = kManyRegisters ? 4 : 2;     // register tile of scores
 constexpr int kTileVectors = kManyRegisters ? 4 : 3;  // of the output: kSlabRows x vectors
 constexpr int kMaxSpread = 17;                        // blocks that are interleaved
 constexpr int kPage = 4096;
-constexpr int kLine = 64;
 static_assert(kBlock % kTileKeys == 0);
 
 int RoundUp(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
@@ -148,10 +146,6 @@ HWY_INLINE void StoreSums(VF a, VF b, VF c, VF e, float* sums) {
   hn::StoreU(FoldTo128(d, folded), hn::Full128<float>(), sums);
 }
 #endif
-
-HWY_INLINE void PrefetchRow(const std::byte* row, int bytes) {
-  for (int i = 0; i < bytes; i += kLine) hwy::Prefetch(row + i);
-}
 
 template <class Loader>
 class Decoder {

@@ -8,6 +8,7 @@
 #define TREELINE_KERNELS_CPU_SIMD_INL_H_
 #endif
 
+#include <hwy/cache_control.h>
 #include <hwy/highway.h>
 // After highway.h.
 #include <hwy/contrib/math/math-inl.h>
@@ -221,6 +222,11 @@ HWY_INLINE void TransposeFourRows(const float* HWY_RESTRICT source, std::size_t 
     hn::Store(hn::BitCast(d, hn::InterleaveUpper(dd, high01, high23)), d, t + 3 * target_row);
   }
 #endif
+}
+
+HWY_INLINE void PrefetchRow(const std::byte* row, int bytes) {
+  constexpr int kLine = 64;
+  for (int i = 0; i < bytes; i += kLine) hwy::Prefetch(row + i);
 }
 
 // Hands out 64-byte aligned pieces of a workspace. With a null base it only measures.
