@@ -82,7 +82,6 @@ SlotRange Visible(const AttentionSpec& spec, std::int64_t position, const Positi
     range.end = keys.CountBelow(position + reach);
   }
   if (spec.causal) range.end = std::min(range.end, keys.CountBelow(position + 1));
-  range.begin = std::min(range.begin, range.end);
   return range;
 }
 
