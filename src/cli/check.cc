@@ -2,64 +2,33 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <random>
 
+#include "cli/deal.h"
 #include "kernels/cpu/kernel_table.h"
 #include "treeline/reference.h"
 
 namespace treeline::cli {
 namespace {
 
-Layout MakeLayout(LayoutKind kind, std::int64_t tokens, int ranks) {
-  switch (kind) {
-    case LayoutKind::kContiguous:
-      return Layout::Contiguous(tokens, ranks);
-    case LayoutKind::kZigzag:
-      return Layout::Zigzag(tokens, ranks);
-    case LayoutKind::kStriped:
-      break;
-  }
-  return Layout::Striped(tokens, ranks);
-}
-
-// The keys of one task that a rank holds, copied together as a rank would hold them.
+// One task's keys on one rank.
 struct Shard {
-  std::vector<std::byte> k;
-  std::vector<std::byte> v;
+  DealtKeys keys;
   std::vector<float> out;
   std::vector<float> lse;
   AttendTask task;
 };
 
-bool IsWholeSequence(const Positions& positions) {
-  return positions.count() == 0 || positions[positions.count() - 1] == positions.count() - 1;
-}
-
 // `layout` is over the slots of `whole`, which are a whole sequence.
 Shard MakeShard(const AttentionSpec& spec, const AttendTask& whole, const Layout& layout,
                 int rank) {
   Shard shard;
-  const Positions slots = layout.Shard(rank);
-  const std::size_t k_row = RowBytes(whole.kv.dtype, spec.head_dim);
-  const std::size_t v_row = RowBytes(whole.kv.dtype, spec.v_head_dim);
-  const auto rows = static_cast<std::size_t>(slots.count() * spec.kv_heads);
-  shard.k.resize(rows * k_row);
-  shard.v.resize(rows * v_row);
-  for (std::size_t row = 0; row < rows; ++row) {
-    const std::int64_t slot = slots[static_cast<std::int64_t>(row) / spec.kv_heads];
-    const int head = static_cast<int>(row % static_cast<std::size_t>(spec.kv_heads));
-    std::memcpy(shard.k.data() + row * k_row, whole.kv.KeyRow(slot, head), k_row);
-    std::memcpy(shard.v.data() + row * v_row, whole.kv.ValueRow(slot, head), v_row);
-  }
+  shard.keys = DealKeys(whole.kv, layout.Shard(rank));
   shard.out.resize(whole.result.out.size());
   shard.lse.resize(whole.result.lse.size());
   shard.task = whole;
-  shard.task.kv = KvView::Strided(TensorView::Dense(shard.k.data(), whole.kv.dtype, slots.count(),
-                                                    spec.kv_heads, spec.head_dim),
-                                  TensorView::Dense(shard.v.data(), whole.kv.dtype, slots.count(),
-                                                    spec.kv_heads, spec.v_head_dim));
-  shard.task.kv_positions = slots;
+  shard.task.kv = shard.keys.view;
+  shard.task.kv_positions = layout.Shard(rank);
   shard.task.result = {shard.out, shard.lse, spec.v_head_dim};
   return shard;
 }

@@ -1,0 +1,113 @@
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string_view>
+
+namespace treeline {
+
+// What a rank has sent since the counters were reset: payload only, nothing to itself.
+struct CommCounters {
+  std::int64_t bytes = 0;
+  std::int64_t messages = 0;  // without empty ones
+  // The longest chain of messages that ends at this rank, each sent after the one before it had
+  // arrived at its sender.
+  std::int64_t rounds = 0;
+};
+
+// A message on its way out, in, or both. Destroying it before Wait has returned withdraws it: its
+// buffers are not touched from then on, and the communicator can no longer be used.
+class Transfer {
+ public:
+  virtual ~Transfer() = default;
+
+  // Returns when what was to come has arrived and what was to go may be overwritten. Throws
+  // CommError if the peer does not come within the timeout, or any rank of the group has failed.
+  virtual void Wait() = 0;
+};
+
+using ConstBytes = std::span<const std::byte>;
+using Bytes = std::span<std::byte>;
+
+inline constexpr int kNoRank = -1;
+
+// What a rank sends and receives in one step. Either peer may be kNoRank, but not the rank itself.
+struct Message {
+  std::span<const ConstBytes> send = {};  // pieces, which arrive as one message
+  int to = kNoRank;
+  Bytes receive = {};
+  int from = kNoRank;
+};
+
+// One rank's view of a group of ranks. Bytes only: no tensor types. Not thread-safe: each rank uses
+// its own. Messages between two ranks arrive in the order in which they were started.
+class Communicator {
+ public:
+  Communicator() = default;
+  virtual ~Communicator() = default;
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
+
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  // How long any wait lasts at most.
+  virtual std::chrono::milliseconds timeout() const = 0;
+
+  // Starts a transfer. The buffers, and the array of pieces, must live until it is waited for or
+  // destroyed. Sizes must agree on both sides: if not, every rank gets a CommError.
+  virtual std::unique_ptr<Transfer> Start(const Message& message) = 0;
+
+  // Ends the group: every wait of every rank throws CommError with this rank and `why`. What the
+  // first rank to fail says is kept.
+  virtual void Abort(std::string_view why) noexcept = 0;
+
+  virtual CommCounters counters() const = 0;
+  virtual void ResetCounters() = 0;
+
+  // Says what this rank is doing, for error messages. `step` must be a literal. Messages also carry
+  // `signature`: both sides of a transfer must have the same, or every rank gets a CommError.
+  virtual void SetStep(const char* step, std::uint64_t signature) = 0;
+
+  // Start and Wait, with one piece. An empty side needs no peer.
+  void Exchange(ConstBytes send, int to, Bytes receive, int from);
+};
+
+struct ThreadRanks {
+  int ranks = 1;
+  std::chrono::milliseconds timeout{60'000};
+  int threads_per_rank = 1;  // waits spin only while all threads have a core
+};
+
+// Communicators between threads of this process. Bytes are copied from the sender's memory to the
+// receiver's, by whichever of the two comes later.
+class ThreadGroup {
+ public:
+  // Throws ArgumentError unless 1 <= ranks <= kMaxRanks and the timeout is positive.
+  explicit ThreadGroup(const ThreadRanks& options);
+  ~ThreadGroup();
+  ThreadGroup(const ThreadGroup&) = delete;
+  ThreadGroup& operator=(const ThreadGroup&) = delete;
+
+  static constexpr int kMaxRanks = 1024;
+
+  // To be used by one thread at a time. Throws ArgumentError if there is no such rank.
+  Communicator& rank(int rank);
+
+  // The first rank that failed, or kNoRank.
+  int failed_rank() const;
+
+ private:
+  class State;
+  class Rank;
+  std::unique_ptr<State> state_;
+};
+
+// Calls body(communicator of rank r) on a thread for every rank and returns when all have returned.
+// A rank that throws ends the others with a CommError; what the first one threw is thrown again.
+void RunRanks(const ThreadRanks& options, const std::function<void(Communicator&)>& body);
+
+}  // namespace treeline

@@ -1,0 +1,57 @@
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "cli/problem.h"
+#include "treeline/reference.h"
+#include "treeline/schedule.h"
+
+namespace treeline::cli {
+
+// What a run over ranks did.
+struct RankReport {
+  double max_error = 0.0;               // against the oracle, divided by the growth of the bound
+  bool same_bits = true;                // a replicated result is bitwise the same on all ranks
+  std::vector<CommCounters> counters;   // [rank]
+  std::vector<std::size_t> peak_bytes;  // [rank]; shard, in flight, workspace and result
+  std::vector<std::int64_t> pairs;      // [rank]
+
+  std::int64_t MostBytes() const;
+  std::int64_t MostMessages() const;
+  std::int64_t Rounds() const;
+  std::size_t PeakBytes() const;
+};
+
+// How to run.
+struct RankSetup {
+  LayoutKind layout = LayoutKind::kStriped;
+  ThreadRanks ranks;
+  Isa isa = DefaultIsa();
+};
+
+// A batch of sequences, whole, with the oracle's answer, which is computed once: on first use, for
+// what is asked. Every run deals the tokens to ranks and compares what comes out.
+class RankProblem {
+ public:
+  // Keys of every sequence are at positions 0, 1, 2, …
+  explicit RankProblem(const ProblemShape& shape);
+  ~RankProblem();
+  RankProblem(const RankProblem&) = delete;
+  RankProblem& operator=(const RankProblem&) = delete;
+
+  const AttentionSpec& spec() const;
+
+  // All ranks have all queries.
+  RankReport Decode(const RankSetup& setup, const DecodeOptions& options);
+  // Queries are dealt like keys: for shapes with as many of them.
+  RankReport Prefill(const RankSetup& setup, Schedule schedule);
+  // Gradients. The error is that of the worst of dq, dk, dv and the sinks'.
+  RankReport Backward(const RankSetup& setup);
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace treeline::cli

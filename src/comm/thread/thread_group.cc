@@ -1,0 +1,370 @@
+// Ranks as threads of one process.
+//
+// Between every two ranks there is a channel in each direction: a short ring of slots, one a
+// message. The sender and the receiver both enter where their bytes are; whoever comes second
+// copies them straight from one to the other and marks the slot as moved. So there is one copy, no
+// buffer in between, and no waiting for a partner that has not come yet. A slot's state is one
+// atomic word: nobody takes a lock.
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstring>
+#include <exception>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "comm/thread/event.h"
+#include "core/check.h"
+#include "treeline/comm.h"
+
+namespace treeline {
+namespace {
+
+constexpr std::chrono::microseconds kSpin{50};
+
+// Bits of a slot's state.
+enum : std::uint32_t {
+  kSent = 1,        // the sender's fields are set
+  kReady = 2,       // the receiver's are
+  kMoved = 4,       // the bytes have been copied
+  kRejected = 8,    // the two sides do not match
+  kWithdrawn = 16,  // one side has given up; the slot is never used again
+  kSenderDone = 32,
+  kReceiverDone = 64,
+};
+
+// What one side of a message enters.
+struct Side {
+  std::size_t bytes = 0;
+  std::uint64_t signature = 0;
+  const char* step = "";
+};
+
+struct alignas(64) Slot {
+  std::atomic<std::uint32_t> state{0};
+  Side sender;
+  std::span<const ConstBytes> pieces;
+  std::int64_t depth = 0;  // rounds that led to this message
+  Side receiver;
+  std::byte* target = nullptr;
+};
+
+// Messages from one rank to another, in order.
+struct Channel {
+  static constexpr std::size_t kSlots = 4;  // messages on their way at a time
+  std::array<Slot, kSlots> slots;
+  std::size_t sent = 0;      // of the sender alone
+  std::size_t received = 0;  // of the receiver alone
+};
+
+}  // namespace
+
+class ThreadGroup::State {
+ public:
+  explicit State(const ThreadRanks& options);
+
+  int size() const { return size_; }
+  std::chrono::milliseconds timeout() const { return timeout_; }
+  std::chrono::microseconds spin() const { return spin_; }
+  Channel& channel(int from, int to) {
+    return channels_[static_cast<std::size_t>(from) * static_cast<std::size_t>(size_) +
+                     static_cast<std::size_t>(to)];
+  }
+  Event& event(int rank) { return events_[static_cast<std::size_t>(rank)]; }
+  Communicator& rank(int rank);
+
+  bool failed() const { return failed_.load(std::memory_order_acquire); }
+  // The first call counts.
+  void Fail(int rank, std::string_view why) noexcept;
+  int failed_rank() const { return failed_rank_; }  // once failed()
+  [[noreturn]] void ThrowFailure() const;
+
+ private:
+  const int size_;
+  const std::chrono::milliseconds timeout_;
+  const std::chrono::microseconds spin_;
+  std::vector<Channel> channels_;
+  std::vector<Event> events_;
+  std::vector<std::unique_ptr<Rank>> ranks_;
+  std::mutex failing_;  // only when a rank fails
+  std::atomic<bool> failed_{false};
+  int failed_rank_ = kNoRank;
+  std::string why_;
+};
+
+class ThreadGroup::Rank final : public Communicator {
+ public:
+  Rank(State& state, int rank) : state_(state), rank_(rank) {}
+
+  int rank() const override { return rank_; }
+  int size() const override { return state_.size(); }
+  std::chrono::milliseconds timeout() const override { return state_.timeout(); }
+  std::unique_ptr<Transfer> Start(const Message& message) override;
+  void Abort(std::string_view why) noexcept override { state_.Fail(rank_, why); }
+  CommCounters counters() const override { return counters_; }
+  void ResetCounters() override { counters_ = {}; }
+  void SetStep(const char* step, std::uint64_t signature) override {
+    step_ = step;
+    signature_ = signature;
+  }
+
+ private:
+  class Move;
+
+  void RequirePeer(int peer) const {
+    Require(peer >= 0 && peer < size() && peer != rank_, "rank ", rank_, " of ", size(),
+            " has no peer ", peer);
+  }
+  Side MakeSide(std::size_t bytes) const { return {bytes, signature_, step_}; }
+  // Waits until ready(), the failure of the group, or the deadline; throws in the last two cases.
+  template <class Ready>
+  void Await(const Ready& ready, int peer);
+  void Copy(Slot& slot, int from, int to);
+
+  State& state_;
+  const int rank_;
+  CommCounters counters_;
+  const char* step_ = "start";
+  std::uint64_t signature_ = 0;
+};
+
+// One transfer of a rank.
+class ThreadGroup::Rank::Move final : public Transfer {
+ public:
+  Move(Rank& rank, const Message& message) : rank_(rank), message_(message) {
+    if (message.send.size() == 1) {  // the usual case; the caller's array may be a temporary
+      piece_ = message.send.front();
+      message_.send = {&piece_, 1};
+    }
+    if (message.from != kNoRank) PostReceive();
+    if (message.to != kNoRank) PostSend();
+  }
+
+  ~Move() override {
+    if (send_ != nullptr) Withdraw(*send_, kReady, kSenderDone);
+    if (receive_ != nullptr) Withdraw(*receive_, kSent, kReceiverDone);
+  }
+
+  void Wait() override {
+    if (receive_ != nullptr) {
+      AwaitMoved(*receive_, message_.from);
+      if (!message_.receive.empty()) {
+        rank_.counters_.rounds = std::max(rank_.counters_.rounds, receive_->depth + 1);
+      }
+      Leave(*receive_, kReceiverDone, kSenderDone, message_.from);
+      receive_ = nullptr;
+    }
+    if (send_ != nullptr) {
+      AwaitMoved(*send_, message_.to);
+      Leave(*send_, kSenderDone, kReceiverDone, message_.to);
+      send_ = nullptr;
+    }
+  }
+
+ private:
+  void PostReceive() {
+    Channel& channel = rank_.state_.channel(message_.from, rank_.rank_);
+    Slot& slot = channel.slots[channel.received % Channel::kSlots];
+    AwaitFree(slot, kReady | kReceiverDone, message_.from);
+    ++channel.received;
+    slot.receiver = rank_.MakeSide(message_.receive.size());
+    slot.target = message_.receive.data();
+    receive_ = &slot;
+    Enter(slot, kReady, kSent, message_.from, message_.from, rank_.rank_);
+  }
+
+  void PostSend() {
+    Channel& channel = rank_.state_.channel(rank_.rank_, message_.to);
+    Slot& slot = channel.slots[channel.sent % Channel::kSlots];
+    AwaitFree(slot, kSent | kSenderDone, message_.to);
+    ++channel.sent;
+    std::size_t bytes = 0;
+    for (const ConstBytes& piece : message_.send) bytes += piece.size();
+    slot.sender = rank_.MakeSide(bytes);
+    slot.pieces = message_.send;
+    slot.depth = rank_.counters_.rounds;
+    send_ = &slot;
+    rank_.counters_.bytes += static_cast<std::int64_t>(bytes);
+    rank_.counters_.messages += bytes > 0 ? 1 : 0;
+    Enter(slot, kSent, kReady, message_.to, rank_.rank_, message_.to);
+  }
+
+  // Only when more messages are on their way between two ranks than a channel has slots.
+  void AwaitFree(const Slot& slot, std::uint32_t own, int peer) {
+    rank_.Await([&] { return (slot.state.load(std::memory_order_acquire) & own) == 0; }, peer);
+  }
+
+  void Enter(Slot& slot, std::uint32_t own, std::uint32_t others, int peer, int from, int to) {
+    const std::uint32_t before = slot.state.fetch_or(own, std::memory_order_acq_rel);
+    if ((before & others) == 0 || (before & kWithdrawn) != 0) return;
+    rank_.Copy(slot, from, to);
+    rank_.state_.event(peer).Notify();
+  }
+
+  void AwaitMoved(const Slot& slot, int peer) {
+    rank_.Await(
+        [&] { return (slot.state.load(std::memory_order_acquire) & (kMoved | kRejected)) != 0; },
+        peer);
+    if ((slot.state.load(std::memory_order_acquire) & kRejected) != 0) rank_.state_.ThrowFailure();
+  }
+
+  // The second to leave frees the slot.
+  void Leave(Slot& slot, std::uint32_t own, std::uint32_t others, int peer) {
+    if ((slot.state.fetch_or(own, std::memory_order_acq_rel) & others) == 0) return;
+    slot.state.store(0, std::memory_order_release);
+    rank_.state_.event(peer).Notify();
+  }
+
+  // Makes sure that nobody copies from or to this side's buffer any more.
+  static void Withdraw(Slot& slot, std::uint32_t others, std::uint32_t own_done) {
+    std::uint32_t state = slot.state.load(std::memory_order_acquire);
+    while ((state & (kMoved | kRejected | others)) == 0) {
+      if (slot.state.compare_exchange_weak(state, state | kWithdrawn, std::memory_order_acq_rel)) {
+        return;
+      }
+    }
+    // The other side is copying, or has: that ends without anyone's help.
+    while ((slot.state.load(std::memory_order_acquire) & (kMoved | kRejected | kWithdrawn)) == 0) {
+      std::this_thread::yield();
+    }
+    slot.state.fetch_or(own_done, std::memory_order_acq_rel);
+  }
+
+  Rank& rank_;
+  Message message_;
+  ConstBytes piece_;
+  Slot* send_ = nullptr;
+  Slot* receive_ = nullptr;
+};
+
+ThreadGroup::State::State(const ThreadRanks& options)
+    : size_(options.ranks),
+      timeout_(options.timeout),
+      spin_(static_cast<unsigned>(options.ranks * options.threads_per_rank) <=
+                    std::thread::hardware_concurrency()
+                ? kSpin
+                : std::chrono::microseconds{0}),
+      channels_(static_cast<std::size_t>(options.ranks) * static_cast<std::size_t>(options.ranks)),
+      events_(static_cast<std::size_t>(options.ranks)) {
+  for (int r = 0; r < size_; ++r) ranks_.push_back(std::make_unique<Rank>(*this, r));
+}
+
+Communicator& ThreadGroup::State::rank(int rank) { return *ranks_[static_cast<std::size_t>(rank)]; }
+
+void ThreadGroup::State::Fail(int rank, std::string_view why) noexcept {
+  {
+    const std::scoped_lock lock(failing_);
+    if (failed()) return;
+    failed_rank_ = rank;
+    try {
+      why_ = why;
+    } catch (const std::bad_alloc&) {  // the rank's number must do
+    }
+    failed_.store(true, std::memory_order_release);
+  }
+  for (Event& event : events_) event.Notify();
+}
+
+void ThreadGroup::State::ThrowFailure() const {
+  Throw<CommError>("rank ", failed_rank_, " failed: ", why_);
+}
+
+std::unique_ptr<Transfer> ThreadGroup::Rank::Start(const Message& message) {
+  if (state_.failed()) state_.ThrowFailure();
+  if (message.to != kNoRank) RequirePeer(message.to);
+  if (message.from != kNoRank) RequirePeer(message.from);
+  return std::make_unique<Move>(*this, message);
+}
+
+template <class Ready>
+void ThreadGroup::Rank::Await(const Ready& ready, int peer) {
+  const auto deadline = Clock::now() + state_.timeout();
+  const bool in_time = state_.event(rank_).Await([&] { return ready() || state_.failed(); },
+                                                 state_.spin(), deadline);
+  if (ready()) return;
+  if (!in_time && !state_.failed()) {
+    std::ostringstream why;
+    why << "it waited " << static_cast<double>(state_.timeout().count()) / 1e3 << " s for rank "
+        << peer << " in step " << step_;
+    state_.Fail(rank_, why.str());
+  }
+  state_.ThrowFailure();
+}
+
+void ThreadGroup::Rank::Copy(Slot& slot, int from, int to) {
+  if (slot.sender.bytes != slot.receiver.bytes ||
+      slot.sender.signature != slot.receiver.signature) {
+    std::ostringstream why;
+    why << "rank " << from << " sends " << slot.sender.bytes << " bytes in step "
+        << slot.sender.step << ", rank " << to << " expects " << slot.receiver.bytes << " in step "
+        << slot.receiver.step << ": the ranks were called with different shapes or options";
+    state_.Fail(rank_, why.str());
+    slot.state.fetch_or(kRejected, std::memory_order_acq_rel);
+    return;
+  }
+  std::byte* target = slot.target;
+  for (const ConstBytes& piece : slot.pieces) {
+    if (piece.empty()) continue;
+    std::memcpy(target, piece.data(), piece.size());
+    target += piece.size();
+  }
+  slot.state.fetch_or(kMoved, std::memory_order_acq_rel);
+}
+
+ThreadGroup::ThreadGroup(const ThreadRanks& options) {
+  Require(options.ranks >= 1 && options.ranks <= kMaxRanks, "ranks is ", options.ranks,
+          "; it must be from 1 to ", kMaxRanks);
+  Require(options.timeout.count() > 0, "timeout is ", options.timeout.count(),
+          " ms; it must be positive");
+  Require(options.threads_per_rank >= 1, "threads_per_rank is ", options.threads_per_rank,
+          "; it must be at least 1");
+  state_ = std::make_unique<State>(options);
+}
+
+ThreadGroup::~ThreadGroup() = default;
+
+Communicator& ThreadGroup::rank(int rank) {
+  Require(rank >= 0 && rank < state_->size(), "rank is ", rank, "; it must be from 0 to ",
+          state_->size() - 1);
+  return state_->rank(rank);
+}
+
+int ThreadGroup::failed_rank() const { return state_->failed() ? state_->failed_rank() : kNoRank; }
+
+void RunRanks(const ThreadRanks& options, const std::function<void(Communicator&)>& body) {
+  ThreadGroup group(options);
+  std::vector<std::exception_ptr> errors(static_cast<std::size_t>(options.ranks));
+  const auto run = [&](int rank) {
+    Communicator& comm = group.rank(rank);
+    std::exception_ptr& error = errors[static_cast<std::size_t>(rank)];
+    try {
+      body(comm);
+    } catch (const std::exception& e) {
+      error = std::current_exception();
+      comm.Abort(e.what());
+    } catch (...) {
+      error = std::current_exception();
+      comm.Abort("an unknown exception");
+    }
+  };
+  std::vector<std::thread> threads;
+  threads.reserve(errors.size());
+  try {
+    for (int r = 1; r < options.ranks; ++r) threads.emplace_back(run, r);
+  } catch (...) {  // the system gave fewer threads
+    group.rank(0).Abort("the system has no thread for it");
+    for (std::thread& thread : threads) thread.join();
+    throw;
+  }
+  run(0);
+  for (std::thread& thread : threads) thread.join();
+  // What the others threw is only a consequence.
+  if (const int rank = group.failed_rank(); rank != kNoRank) {
+    std::rethrow_exception(errors[static_cast<std::size_t>(rank)]);
+  }
+}
+
+}  // namespace treeline

@@ -1,0 +1,55 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "treeline/backend.h"
+#include "treeline/comm.h"
+
+namespace treeline {
+
+// A rank's keys and values of one sequence, and where those of the other ranks belong.
+struct KvShard {
+  KvView kv;
+  std::span<const Positions> shards;  // [ranks]
+};
+
+// The keys and values of all sequences that one rank holds.
+struct KvBlock {
+  int owner = 0;
+  std::vector<KvView> views = {};         // [sequence]
+  std::vector<Positions> positions = {};  // [sequence]
+};
+
+// Sends each rank's block round the ring, so that every rank sees every block: its own first, then
+// those of the ranks before it. Step t sends what came in step t - 1: N - 1 rounds; a rank sends
+// all blocks but that of its right neighbour. The own block is sent from where it lies if it is
+// dense, and packed into a receive buffer that is still free otherwise; besides it there are two
+// receive buffers, or one for two ranks.
+class KvRing {
+ public:
+  // Borrows all arguments.
+  KvRing(Communicator& comm, Backend& backend, const AttentionSpec& spec,
+         std::span<const KvShard> shards);
+
+  // Calls visit(block) for every rank's block, the next one on its way meanwhile.
+  void Run(const std::function<void(const KvBlock&)>& visit);
+
+ private:
+  std::size_t BlockBytes(int owner) const;
+  KvBlock OwnBlock() const;
+  // The views of a block that lies packed at `bytes`: K, then V, of each sequence in turn.
+  KvBlock BlockAt(std::byte* bytes, int owner) const;
+  bool IsDense() const;
+  std::vector<ConstBytes> DensePieces() const;
+  void Pack(std::byte* target) const;
+
+  Communicator& comm_;
+  Backend& backend_;
+  const AttentionSpec& spec_;
+  const std::span<const KvShard> shards_;
+};
+
+}  // namespace treeline

@@ -1,0 +1,144 @@
+// Every schedule, layout and option over ranks, against the float64 oracle.
+
+#include <gtest/gtest.h>
+
+#include <map>
+#include <memory>
+#include <random>
+
+#include "cli/rank_check.h"
+
+namespace treeline::cli {
+namespace {
+
+constexpr double kBound = 1e-5;
+constexpr double kGradientBound = 1e-4;
+constexpr LayoutKind kLayouts[] = {LayoutKind::kContiguous, LayoutKind::kStriped,
+                                   LayoutKind::kZigzag};
+
+// What can be asked of attention; each changes one thing of a causal default.
+struct Option {
+  const char* name;
+  std::function<void(ProblemShape&)> apply;
+};
+
+const std::vector<Option>& Options() {
+  static const std::vector<Option> options{
+      {"causal", [](ProblemShape&) {}},
+      {"full", [](ProblemShape& s) { s.spec.causal = false; }},
+      {"window", [](ProblemShape& s) { s.spec.window = 7; }},
+      {"softcap", [](ProblemShape& s) { s.spec.softcap = 3.0f; }},
+      {"alibi",
+       [](ProblemShape& s) {
+         s.spec.alibi_slopes = {0.5f, 0.25f, 0.125f, 0.0625f};
+       }},
+      {"sinks",
+       [](ProblemShape& s) {
+         s.spec.sinks = {0.5f, -1.0f, 2.0f, 0.0f};
+       }},
+      {"values", [](ProblemShape& s) { s.spec.v_head_dim = 24; }},
+      {"bf16", [](ProblemShape& s) { s.q_dtype = s.kv_dtype = DType::kBF16; }},
+      {"f16", [](ProblemShape& s) { s.kv_dtype = DType::kF16; }},
+      {"everything",
+       [](ProblemShape& s) {
+         s.spec.window = 50;
+         s.spec.softcap = 5.0f;
+         s.spec.alibi_slopes = {0.5f, 0.25f, 0.125f, 0.0625f};
+         s.spec.sinks = {0.5f, -1.0f, 2.0f, 0.0f};
+       }},
+  };
+  return options;
+}
+
+ProblemShape BaseShape() {
+  ProblemShape shape;
+  shape.spec = AttentionSpec::Make(4, 2, 16);
+  shape.spec.causal = true;
+  shape.seed = 3;
+  return shape;
+}
+
+// Decoding of two rows over `tokens` keys, beside a sequence of another length.
+ProblemShape DecodeShape(std::int64_t tokens) {
+  ProblemShape shape = BaseShape();
+  const std::int64_t rows = 2;
+  shape.sequences.push_back({Positions::Contiguous(std::max<std::int64_t>(tokens - rows, 0), rows),
+                             Positions::Contiguous(0, tokens)});
+  shape.sequences.push_back({Positions::Contiguous(4, 1), Positions::Contiguous(0, 5)});
+  return shape;
+}
+
+// Self-attention over two packed sequences.
+ProblemShape PrefillShape(std::int64_t tokens) {
+  ProblemShape shape = BaseShape();
+  for (const std::int64_t length : {tokens, std::int64_t{5}}) {
+    shape.sequences.push_back({Positions::Contiguous(0, length), Positions::Contiguous(0, length)});
+  }
+  return shape;
+}
+
+RankSetup SetupOf(LayoutKind layout, int ranks) {
+  return {.layout = layout, .ranks = {.ranks = ranks}};
+}
+
+class RanksTest : public testing::TestWithParam<int> {};
+
+TEST_P(RanksTest, DecodeIsExactForEveryScheduleLayoutAndOption) {
+  for (const std::int64_t tokens : {0, 1, 2, 63, 64, 65}) {
+    for (const Option& option : Options()) {
+      ProblemShape shape = DecodeShape(tokens);
+      option.apply(shape);
+      RankProblem problem(shape);
+      for (const LayoutKind layout : kLayouts) {
+        for (const Schedule schedule : kDecodeSchedules) {
+          SCOPED_TRACE(testing::Message() << tokens << " tokens, " << option.name << ", "
+                                          << Name(layout) << ", " << Name(schedule));
+          const RankReport report =
+              problem.Decode(SetupOf(layout, GetParam()), {.schedule = schedule, .node_size = 3});
+          EXPECT_LE(report.max_error, kBound);
+          EXPECT_TRUE(report.same_bits);
+        }
+      }
+    }
+  }
+}
+
+TEST_P(RanksTest, PrefillIsExactForEveryScheduleLayoutAndOption) {
+  for (const std::int64_t tokens : {0, 1, 2, 63, 64, 65}) {
+    for (const Option& option : Options()) {
+      ProblemShape shape = PrefillShape(tokens);
+      option.apply(shape);
+      RankProblem problem(shape);
+      for (const LayoutKind layout : kLayouts) {
+        for (const Schedule schedule : {Schedule::kRingKv, Schedule::kRingQ}) {
+          SCOPED_TRACE(testing::Message() << tokens << " tokens, " << option.name << ", "
+                                          << Name(layout) << ", " << Name(schedule));
+          EXPECT_LE(problem.Prefill(SetupOf(layout, GetParam()), schedule).max_error, kBound);
+        }
+      }
+    }
+  }
+}
+
+TEST_P(RanksTest, GradientsAreExactForEveryLayoutAndOption) {
+  for (const std::int64_t tokens : {0, 1, 2, 63, 64, 65}) {
+    for (const Option& option : Options()) {
+      ProblemShape shape = PrefillShape(tokens);
+      option.apply(shape);
+      RankProblem problem(shape);
+      for (const LayoutKind layout : kLayouts) {
+        SCOPED_TRACE(testing::Message()
+                     << tokens << " tokens, " << option.name << ", " << Name(layout));
+        const RankReport report = problem.Backward(SetupOf(layout, GetParam()));
+        EXPECT_LE(report.max_error, kGradientBound);
+        EXPECT_TRUE(report.same_bits);
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, RanksTest, testing::Values(1, 2, 3, 4, 5, 6, 7, 8, 9, 64),
+                         testing::PrintToStringParamName());
+
+}  // namespace
+}  // namespace treeline::cli
