@@ -22,6 +22,14 @@ class Backend {
   // As the functions of the same names.
   virtual void Attend(const AttentionSpec& spec, std::span<const AttendTask> tasks) = 0;
   virtual void AttendBackward(const AttentionSpec& spec, std::span<const BackwardTask> tasks) = 0;
+
+  // Attention over each class of a task's slots apart: slot i is of class i % classes. `parts`
+  // holds a partial for each class, [rows, v_head_dim] out, then [rows] lse; the task's result is
+  // not touched. The bits of a class depend on its keys alone: not on the other classes, nor on
+  // threads.
+  virtual void AttendClasses(const AttentionSpec& spec, const AttendTask& task, int classes,
+                             std::span<float> parts) = 0;
+
   virtual void Merge(std::span<const Partial> parts, const Partial& target) = 0;
 
   // target[i] += source[i].
@@ -39,6 +47,8 @@ class CpuBackend final : public Backend {
   TrackedBuffer Allocate(std::size_t bytes, Purpose purpose) override;
   void Attend(const AttentionSpec& spec, std::span<const AttendTask> tasks) override;
   void AttendBackward(const AttentionSpec& spec, std::span<const BackwardTask> tasks) override;
+  void AttendClasses(const AttentionSpec& spec, const AttendTask& task, int classes,
+                     std::span<float> parts) override;
   void Merge(std::span<const Partial> parts, const Partial& target) override;
   void Add(std::span<float> target, std::span<const float> source) override;
   std::int64_t pairs() const override { return pairs_; }

@@ -147,7 +147,12 @@ struct RankProblem::Impl {
       }
       treeline::Decode(comm, resources.backend, spec, sharded, options);
     });
-    for (std::size_t i = 0; i < tasks.size(); ++i) Compare(results[0][i], i, report);
+    for (std::size_t i = 0; i < tasks.size(); ++i) {
+      const Rows& rows = results[0][i];
+      Compare(rows, i, report);
+      report.bits.insert(report.bits.end(), rows.out.begin(), rows.out.end());
+      report.bits.insert(report.bits.end(), rows.lse.begin(), rows.lse.end());
+    }
     for (const std::vector<Rows>& of_rank : results) {
       for (std::size_t i = 0; i < tasks.size(); ++i) {
         report.same_bits = report.same_bits && SameBits(of_rank[i].out, results[0][i].out) &&

@@ -3,8 +3,6 @@
 #include "core/check.h"
 
 namespace treeline {
-namespace {
-
 bool SamePositions(const Positions& a, const Positions& b) {
   if (a.count() != b.count()) return false;
   // Positions increase and come in at most two strided segments: ends and middle tell.
@@ -13,8 +11,6 @@ bool SamePositions(const Positions& a, const Positions& b) {
   }
   return true;
 }
-
-}  // namespace
 
 // FNV-1a: short inputs, no adversary.
 Signature& Signature::AddBytes(std::span<const std::byte> bytes) {

@@ -40,6 +40,9 @@ class Signature {
   std::uint64_t hash_ = 14695981039346656037u;
 };
 
+// Whether two shards hold the same tokens.
+bool SamePositions(const Positions& a, const Positions& b);
+
 // Throws ArgumentError unless the shards of a task fit the communicator and the task. `what` and
 // `index` name the task.
 void RequireShards(const Communicator& comm, std::span<const Positions> shards,

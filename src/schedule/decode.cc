@@ -29,6 +29,47 @@ void ForEachTask(std::span<const ShardedTask> tasks, const PackedPartial& packed
   }
 }
 
+// Reproducible decoding: keys are in 64 classes, by position modulo 64. A rank of p holds whole
+// classes, those that are the same modulo p. It reduces each apart, merges those 32, 16, …, p
+// apart, and what is left to merge is p / 2, …, 1 apart: a tree over ranks.
+constexpr int kClasses = 64;
+
+void RequireReproducible(const Communicator& comm, std::span<const ShardedTask> tasks,
+                         const DecodeOptions& options) {
+  const int ranks = comm.size();
+  Require(kClasses % ranks == 0, "reproducible decoding needs a number of ranks that divides ",
+          kClasses, "; there are ", ranks);
+  Require(options.schedule == Schedule::kTree || options.schedule == Schedule::kGather,
+          "reproducible decoding needs schedule tree or gather, not ", Name(options.schedule));
+  for (std::size_t i = 0; i < tasks.size(); ++i) {
+    const Positions& own = tasks[i].local.kv_positions;
+    const std::int64_t first = own.count() > 0 ? own[0] : 0;
+    const Positions striped =
+        Positions::Strided({.first = first, .run = 1, .stride = ranks, .count = own.count()});
+    Require(first < ranks && SamePositions(own, striped), "task ", i,
+            ": reproducible decoding needs keys that are striped by single tokens");
+  }
+}
+
+// task.result := the partial of this rank's classes, merged as the tree has it.
+void AttendReproducibly(Communicator& comm, Backend& backend, const AttentionSpec& spec,
+                        const AttendTask& task) {
+  const int classes = kClasses / comm.size();
+  const std::size_t rows = task.result.rows();
+  const std::size_t bytes = PackedPartial::Bytes(rows, spec.v_head_dim);
+  const TrackedBuffer buffer =
+      backend.Allocate(bytes * static_cast<std::size_t>(classes), Purpose::kWorkspace);
+  backend.AttendClasses(spec, task, classes,
+                        {reinterpret_cast<float*>(buffer.data()), buffer.size() / sizeof(float)});
+  std::vector<Partial> parts;
+  for (int c = 0; c < classes; ++c) {
+    parts.push_back(
+        PartialAt(buffer.data() + static_cast<std::size_t>(c) * bytes, rows, spec.v_head_dim));
+  }
+  MergeAsTree(backend, parts);
+  Copy(parts[0], task.result);
+}
+
 // Each rank attends to its own keys; the partials are reduced.
 void DecodeByPartials(Communicator& comm, Backend& backend, const AttentionSpec& spec,
                       std::span<const ShardedTask> tasks, const DecodeOptions& options) {
@@ -38,7 +79,11 @@ void DecodeByPartials(Communicator& comm, Backend& backend, const AttentionSpec&
     local.push_back(task.local);
     local.back().result = rows;
   });
-  backend.Attend(spec, local);
+  if (options.reproducible) {
+    for (const AttendTask& task : local) AttendReproducibly(comm, backend, spec, task);
+  } else {
+    backend.Attend(spec, local);
+  }
   Reduce(comm, backend, spec.heads, packed, options);
   ForEachTask(tasks, packed,
               [&](const ShardedTask& task, const Partial& rows) { Copy(rows, task.local.result); });
@@ -99,6 +144,7 @@ void Decode(Communicator& comm, Backend& backend, const AttentionSpec& spec,
       RequireTask(comm, spec, tasks[i], i);
       signature.Add(tasks[i].local.q.tokens).Add(tasks[i].local.kv.dtype).Add(tasks[i].kv_shards);
     }
+    if (options.reproducible) RequireReproducible(comm, tasks, options);
     comm.SetStep("decode", signature.value());
     if (options.schedule == Schedule::kRingKv) {
       DecodeByRing(comm, backend, spec, tasks);

@@ -49,7 +49,8 @@ class Reduction {
     }
     AllGather(comm_, {value_.bytes()}, receive);
     if (as_tree) {
-      MergeAsTree(parts);
+      MergeAsTree(backend_, parts);
+      if (comm_.rank() != 0) Copy(parts[0], value_.all());
     } else {
       backend_.Merge(parts, value_.all());
     }
@@ -182,18 +183,6 @@ class Reduction {
     });
   }
 
-  // The merges that Tree would have done, in the same pairs.
-  void MergeAsTree(std::span<const Partial> parts) {
-    Require(std::has_single_bit(parts.size()), "a tree of ", parts.size(), " ranks is not even");
-    for (std::size_t distance = parts.size() / 2; distance > 0; distance /= 2) {
-      for (std::size_t i = 0; i < distance; ++i) {
-        const std::array<Partial, 2> pair{parts[i], parts[i + distance]};
-        backend_.Merge(pair, parts[i]);
-      }
-    }
-    if (comm_.rank() != 0) Copy(parts[0], value_.all());
-  }
-
   template <class Op>
   void AllReduceFloats(std::span<float> values, const PackedPartial& scratch, const Op& op) {
     const Bytes bytes = std::as_writable_bytes(values);
@@ -236,6 +225,16 @@ class Reduction {
 };
 
 }  // namespace
+
+void MergeAsTree(Backend& backend, std::span<const Partial> parts) {
+  Require(std::has_single_bit(parts.size()), "a tree of ", parts.size(), " parts is not even");
+  for (std::size_t distance = parts.size() / 2; distance > 0; distance /= 2) {
+    for (std::size_t i = 0; i < distance; ++i) {
+      const std::array<Partial, 2> pair{parts[i], parts[i + distance]};
+      backend.Merge(pair, parts[i]);
+    }
+  }
+}
 
 void Reduce(Communicator& comm, Backend& backend, int heads, const PackedPartial& value,
             const DecodeOptions& options) {

@@ -9,4 +9,8 @@ namespace treeline {
 void Reduce(Communicator& comm, Backend& backend, int heads, const PackedPartial& value,
             const DecodeOptions& options);
 
+// parts[0] := merge of all parts, in the pairs that the tree over so many ranks has: those half of
+// them apart first. Overwrites other parts. Their number must be a power of two.
+void MergeAsTree(Backend& backend, std::span<const Partial> parts);
+
 }  // namespace treeline

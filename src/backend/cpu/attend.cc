@@ -68,11 +68,14 @@ class Attention {
   }
 
  private:
+  // Query rows that share a key head.
+  std::int64_t Rows(const AttendTask& task) const { return task.q.tokens * spec_.group(); }
+
   void MakePlans() {
     plans_.resize(tasks_.size());
     std::int64_t total_slots = 0;
     for (std::size_t i = 0; i < tasks_.size(); ++i) {
-      const std::int64_t rows = tasks_[i].q.tokens * spec_.group();
+      const std::int64_t rows = Rows(tasks_[i]);
       plans_[i].decode = rows <= kDecodeRows;
       if (plans_[i].decode) {
         plans_[i].slots = VisibleToAny(spec_, tasks_[i]);
@@ -97,7 +100,8 @@ class Attention {
   void PlanDecode(const AttendTask& task, std::int64_t total_slots, Plan& plan) {
     const auto workspace = [&](std::int64_t parts) {
       const std::int64_t heads = (spec_.kv_heads + parts - 1) / parts;
-      return table_.decode_workspace(spec_, task.q.tokens, static_cast<int>(heads));
+      return table_.decode_workspace(
+          spec_, {.kv_heads = static_cast<int>(heads), .rows = static_cast<int>(Rows(task))});
     };
     while (plan.head_parts < spec_.kv_heads && workspace(plan.head_parts) > kDecodeWorkspace) {
       ++plan.head_parts;
@@ -142,7 +146,7 @@ class Attention {
 
   void RunForward(const AttendTask& task, const Plan& plan, std::int64_t item,
                   std::byte* workspace) const {
-    const std::int64_t rows = task.q.tokens * spec_.group();
+    const std::int64_t rows = Rows(task);
     const std::int64_t begin = (plan.row_blocks - 1 - item % plan.row_blocks) * kForwardRows;
     table_.forward({.spec = &spec_,
                     .task = &task,
@@ -161,6 +165,8 @@ class Attention {
                    .task = &task,
                    .kv_head_begin = static_cast<int>(part * spec_.kv_heads / plan.head_parts),
                    .kv_head_end = static_cast<int>((part + 1) * spec_.kv_heads / plan.head_parts),
+                   .row_begin = 0,
+                   .row_end = static_cast<int>(Rows(task)),
                    .slots = {SplitBegin(plan, split), SplitBegin(plan, split + 1)},
                    .out = target.out.data(),
                    .lse = target.lse.data(),

@@ -1,3 +1,6 @@
+#include <algorithm>
+
+#include "backend/cpu/attend_classes.h"
 #include "backend/cpu/parallel.h"
 #include "core/check.h"
 #include "treeline/backend.h"
@@ -30,6 +33,12 @@ void CpuBackend::Attend(const AttentionSpec& spec, std::span<const AttendTask> t
 void CpuBackend::AttendBackward(const AttentionSpec& spec, std::span<const BackwardTask> tasks) {
   treeline::AttendBackward(spec, tasks, context_);
   pairs_ += CountPairs(spec, tasks);
+}
+
+void CpuBackend::AttendClasses(const AttentionSpec& spec, const AttendTask& task, int classes,
+                               std::span<float> parts) {
+  cpu::AttendClasses(spec, task, classes, parts, context_);
+  pairs_ += CountPairs(spec, std::span(&task, 1));
 }
 
 void CpuBackend::Merge(std::span<const Partial> parts, const Partial& target) {

@@ -30,16 +30,34 @@ inline constexpr int kForwardRows = 192;
 // Up to this many query rows share a key head in the decode kernel; more are tiled.
 inline constexpr std::int64_t kDecodeRows = 16;
 
-// All query rows of some key heads over a part of the slots. Few rows: each key is read once.
+// How large a piece of decoding is.
+struct DecodeShape {
+  int kv_heads = 1;
+  int rows = 1;         // of each key head
+  int classes = 1;      // of slots
+  int own_classes = 1;  // of them, that this piece reduces
+};
+
+// Some query rows of some key heads over a part of the slots. Few rows: each key is read once.
+// In order: slots that are the same modulo `classes` are reduced apart from the others, one after
+// the other, in blocks that start at multiples of 16 * classes; the bits of a class then depend on
+// nothing but its keys. Otherwise there is one class, in whatever order is fastest.
 struct DecodeArgs {
   const AttentionSpec* spec;
   const AttendTask* task;
   int kv_head_begin;
   int kv_head_end;
+  int row_begin;  // of the rows of a key head: row = token * group + head in the group
+  int row_end;
   SlotRange slots;
-  float* out;            // [tokens, heads, v_head_dim]; rows of other key heads are not touched
-  float* lse;            // [tokens, heads]
-  std::byte* workspace;  // decode_workspace(spec, tokens, kv_heads) bytes, 64-byte aligned
+  bool in_order = false;
+  int classes = 1;
+  int class_begin = 0;
+  int class_end = 1;
+  float* out;  // [class, tokens, heads, v_head_dim]; what is not this piece's is not touched
+  float* lse;  // [class, tokens, heads]
+  std::size_t class_stride = 0;  // floats between the results of two classes
+  std::byte* workspace;          // decode_workspace(spec, shape) bytes, 64-byte aligned
 };
 
 // A block of keys of one key head, with all query rows that see it. Adds to dk and dv, and to dq
@@ -79,8 +97,7 @@ struct KernelTable {
   Isa isa;
   std::size_t (*forward_workspace)(const AttentionSpec& spec) noexcept;
   void (*forward)(const ForwardArgs& args) noexcept;
-  std::size_t (*decode_workspace)(const AttentionSpec& spec, std::int64_t tokens,
-                                  int kv_heads) noexcept;
+  std::size_t (*decode_workspace)(const AttentionSpec& spec, const DecodeShape& shape) noexcept;
   void (*decode)(const DecodeArgs& args) noexcept;
   std::size_t (*backward_workspace)(const AttentionSpec& spec) noexcept;
   void (*backward)(const BackwardArgs& args) noexcept;

@@ -17,7 +17,7 @@ namespace treeline::cpu::HWY_NAMESPACE {
 
 std::size_t ForwardWorkspace(const AttentionSpec& spec) noexcept;
 void Forward(const ForwardArgs& args) noexcept;
-std::size_t DecodeWorkspace(const AttentionSpec& spec, std::int64_t tokens, int kv_heads) noexcept;
+std::size_t DecodeWorkspace(const AttentionSpec& spec, const DecodeShape& shape) noexcept;
 void Decode(const DecodeArgs& args) noexcept;
 std::size_t BackwardWorkspace(const AttentionSpec& spec) noexcept;
 void Backward(const BackwardArgs& args) noexcept;
