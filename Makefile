@@ -34,10 +34,12 @@ setup:
 setup-lint:
 	@tools/setup lint
 
-demo: setup build  ## a first look: the machine, a check against the oracle, a short benchmark
+demo: setup build  ## a first look: the machine, checks against the oracle, decoding over 4 ranks
 	build/bin/treeline info
 	build/bin/treeline verify --cases 200
+	build/bin/treeline verify --ranks 1,2,3,4 --cases 5
 	build/bin/treeline bench kernel --quick
+	build/bin/treeline bench decode --ranks 4 --context 16384 --node-size 2 --explain
 
 test: setup build  ## all tests, with a summary by label
 	$(call run_tests,release,build)

@@ -19,7 +19,7 @@ enum class Schedule : std::uint8_t {
   kTwoLevel,  // within each node first, then between nodes, then within again
   kRingKv,    // keys and values go round
   kRingQ,     // query rows go round with their partials
-  kAuto,      // the cheapest of them by the cost model; chosen on rank 0
+  kAuto,      // the cheapest of them by the default cost model; see treeline/cost.h for others
 };
 
 inline constexpr Schedule kDecodeSchedules[] = {

@@ -1,4 +1,5 @@
 #include "cli/bench_kernel.h"
+#include "cli/bench_ranks.h"
 #include "cli/command.h"
 #include "core/check.h"
 
@@ -8,8 +9,13 @@ void AddBench(CLI::App& program) {
   CLI::App* bench =
       program.add_subcommand("bench", "Time what Treeline does, beside the machine's own limits");
   AddBenchKernel(*bench);
-  bench->callback(
-      [bench] { Require(!bench->get_subcommands().empty(), "bench needs to know what: kernel"); });
+  AddBenchDecode(*bench);
+  AddBenchPrefill(*bench);
+  AddBenchTrain(*bench);
+  bench->callback([bench] {
+    Require(!bench->get_subcommands().empty(),
+            "bench needs to know what: kernel, decode, prefill or train");
+  });
 }
 
 }  // namespace treeline::cli

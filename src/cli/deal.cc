@@ -7,18 +7,17 @@
 namespace treeline::cli {
 namespace {
 
+// Copies rows [slot, head] and returns the end of the copy.
 template <class RowAt>
-std::vector<std::byte> CopyRows(const Positions& slots, int heads, std::size_t row_bytes,
-                                const RowAt& row_at) {
-  std::vector<std::byte> bytes(static_cast<std::size_t>(slots.count() * heads) * row_bytes);
-  std::byte* target = bytes.data();
+std::byte* CopyRows(const Positions& slots, int heads, std::size_t row_bytes, const RowAt& row_at,
+                    std::byte* target) {
   for (std::int64_t i = 0; i < slots.count(); ++i) {
     for (int head = 0; head < heads; ++head) {
       std::memcpy(target, row_at(slots[i], head), row_bytes);
       target += row_bytes;
     }
   }
-  return bytes;
+  return target;
 }
 
 }  // namespace
@@ -47,22 +46,39 @@ bool IsWholeSequence(const Positions& positions) {
   return positions.count() == 0 || positions[positions.count() - 1] == positions.count() - 1;
 }
 
+std::size_t KeyBytes(const KvView& whole, std::int64_t slots) {
+  return static_cast<std::size_t>(slots * whole.kv_heads) *
+         (RowBytes(whole.dtype, whole.k.dim) + RowBytes(whole.dtype, whole.v.dim));
+}
+
+KvView CopyKeys(const KvView& whole, const Positions& slots, std::byte* target) {
+  const TensorView k =
+      TensorView::Dense(target, whole.dtype, slots.count(), whole.kv_heads, whole.k.dim);
+  target = CopyRows(
+      slots, whole.kv_heads, RowBytes(whole.dtype, whole.k.dim),
+      [&](std::int64_t slot, int head) { return whole.KeyRow(slot, head); }, target);
+  const TensorView v =
+      TensorView::Dense(target, whole.dtype, slots.count(), whole.kv_heads, whole.v.dim);
+  CopyRows(
+      slots, whole.kv_heads, RowBytes(whole.dtype, whole.v.dim),
+      [&](std::int64_t slot, int head) { return whole.ValueRow(slot, head); }, target);
+  return KvView::Strided(k, v);
+}
+
 DealtKeys DealKeys(const KvView& whole, const Positions& slots) {
   DealtKeys dealt;
-  dealt.k = CopyRows(slots, whole.kv_heads, RowBytes(whole.dtype, whole.k.dim),
-                     [&](std::int64_t slot, int head) { return whole.KeyRow(slot, head); });
-  dealt.v = CopyRows(slots, whole.kv_heads, RowBytes(whole.dtype, whole.v.dim),
-                     [&](std::int64_t slot, int head) { return whole.ValueRow(slot, head); });
-  dealt.view = KvView::Strided(
-      TensorView::Dense(dealt.k.data(), whole.dtype, slots.count(), whole.kv_heads, whole.k.dim),
-      TensorView::Dense(dealt.v.data(), whole.dtype, slots.count(), whole.kv_heads, whole.v.dim));
+  dealt.bytes.resize(KeyBytes(whole, slots.count()));
+  dealt.view = CopyKeys(whole, slots, dealt.bytes.data());
   return dealt;
 }
 
 DealtRows DealRows(const TensorView& whole, const Positions& slots) {
   DealtRows dealt;
-  dealt.bytes = CopyRows(slots, whole.heads, RowBytes(whole.dtype, whole.dim),
-                         [&](std::int64_t token, int head) { return whole.Row(token, head); });
+  const std::size_t row = RowBytes(whole.dtype, whole.dim);
+  dealt.bytes.resize(static_cast<std::size_t>(slots.count() * whole.heads) * row);
+  CopyRows(
+      slots, whole.heads, row, [&](std::int64_t token, int head) { return whole.Row(token, head); },
+      dealt.bytes.data());
   dealt.view =
       TensorView::Dense(dealt.bytes.data(), whole.dtype, slots.count(), whole.heads, whole.dim);
   return dealt;

@@ -16,13 +16,18 @@ LayoutKind ParseLayout(std::string_view name);
 // Whether positions are 0, 1, 2, …
 bool IsWholeSequence(const Positions& positions);
 
-// Keys and values of one rank, copied together as a rank would hold them.
+// Bytes of `slots` slots of keys and values.
+std::size_t KeyBytes(const KvView& whole, std::int64_t slots);
+
+// Copies the keys, then the values, of some slots together as a rank would hold them: KeyBytes
+// bytes. Returns a view of the copy.
+KvView CopyKeys(const KvView& whole, const Positions& slots, std::byte* target);
+
+// The same in memory of its own.
 struct DealtKeys {
-  std::vector<std::byte> k;
-  std::vector<std::byte> v;
+  std::vector<std::byte> bytes;
   KvView view;
 };
-// `slots` are those of `whole` that the rank gets.
 DealtKeys DealKeys(const KvView& whole, const Positions& slots);
 
 // Likewise rows of queries or outputs.

@@ -135,7 +135,7 @@ struct RankProblem::Impl {
       for (const AttendTask& task : tasks) {
         shards.push_back(Deal(setup.layout, task.kv.slots, ranks));
         keys.push_back(DealKeys(task.kv, shards.back()[Index(comm.rank())]));
-        resources.memory.Add(Purpose::kShard, keys.back().k.size() + keys.back().v.size());
+        resources.memory.Add(Purpose::kShard, keys.back().bytes.size());
         own.emplace_back(spec, task.q.tokens);
       }
       for (std::size_t i = 0; i < tasks.size(); ++i) {
@@ -179,8 +179,8 @@ struct RankProblem::Impl {
         keys.push_back(DealKeys(task.kv, positions));
         queries.push_back(DealRows(task.q, positions));
         own.emplace_back(spec, positions.count());
-        resources.memory.Add(Purpose::kShard, keys.back().k.size() + keys.back().v.size() +
-                                                  queries.back().bytes.size());
+        resources.memory.Add(Purpose::kShard,
+                             keys.back().bytes.size() + queries.back().bytes.size());
         resources.memory.Add(Purpose::kResult,
                              (own.back().out.size() + own.back().lse.size()) * sizeof(float));
       }
@@ -254,7 +254,7 @@ struct RankProblem::Impl {
           of_rank.insert(of_rank.end(), row.begin(), row.end());
         }
         own.push_back(sized(positions.count(), positions.count()));
-        resources.memory.Add(Purpose::kShard, keys.back().k.size() + keys.back().v.size());
+        resources.memory.Add(Purpose::kShard, keys.back().bytes.size());
       }
       for (std::size_t i = 0; i < backward.size(); ++i) {
         const Positions& positions = shards[i][Index(comm.rank())];

@@ -6,7 +6,9 @@
 #include "cli/command.h"
 #include "cli/machine.h"
 #include "cli/report.h"
+#include "cli/verify_ranks.h"
 #include "core/check.h"
+#include "treeline/comm.h"
 #include "treeline/thread_pool.h"
 
 namespace treeline::cli {
@@ -16,6 +18,8 @@ struct VerifyOptions {
   std::uint64_t cases = 500;
   std::uint64_t seed = 1;
   int threads = 1;
+  std::vector<int> ranks;  // empty: kernels alone
+  double timeout = 60.0;
   std::string json;
 };
 
@@ -100,12 +104,17 @@ void RunVerify(const VerifyOptions& options) {
 
 void AddVerify(CLI::App& program) {
   CLI::App* command = program.add_subcommand(
-      "verify", "Compare every kernel with a float64 oracle on random shapes and options");
+      "verify",
+      "Compare every kernel, or every schedule over ranks, with a float64 oracle on random shapes");
   command->footer(
-      "Runs on every instruction set of this CPU, or on the one that TREELINE_ISA names. Cases "
+      "With --ranks: every schedule and layout, forward and backward, over so many ranks; the "
+      "result "
+      "must also be\nbitwise the same on all ranks. Otherwise kernels: on every instruction set of "
+      "this CPU, or on the one that TREELINE_ISA names. Cases "
       "depend only\non --seed, so a failure can be repeated. The error of a tensor is max|a - b| / "
-      "max(1, max|b|); see\ndocs/numerics.md. Exit code 1 if a kernel is beyond its bound.\n\n"
-      "Example: treeline verify --cases 2000 --seed 7");
+      "max(1, max|b|); see\ndocs/numerics.md. Exit code 1 if an error is beyond its bound.\n\n"
+      "Examples:\n  treeline verify --cases 2000 --seed 7\n"
+      "  treeline verify --ranks 1,2,3,5,8 --cases 20");
   auto options = std::make_shared<VerifyOptions>();
   command->add_option("--cases", options->cases, "Random cases")
       ->check(CLI::Range(std::uint64_t{1}, std::uint64_t{1'000'000'000}))
@@ -114,9 +123,26 @@ void AddVerify(CLI::App& program) {
   command->add_option("--seed", options->seed, "Seed of the cases")
       ->capture_default_str()
       ->type_name("N");
-  AddThreadsOption(*command, options->threads);
+  command->add_option("--ranks", options->ranks, "Numbers of ranks to check schedules over")
+      ->delimiter(',')
+      ->check(CLI::Range(1, ThreadGroup::kMaxRanks))
+      ->type_name("LIST");
+  command->add_option("--timeout", options->timeout, "Longest wait for another rank")
+      ->check(CLI::Range(0.001, 86400.0))
+      ->capture_default_str()
+      ->type_name("SECONDS");
+  CLI::Option* threads = AddThreadsOption(*command, options->threads);
   AddJsonOption(*command, options->json);
-  command->callback([options] { RunVerify(*options); });
+  command->callback([options, threads] {
+    if (options->ranks.empty()) return RunVerify(*options);
+    VerifyRanks(
+        {.ranks = options->ranks,
+         .cases = options->cases,
+         .seed = options->seed,
+         .threads = threads->count() > 0 ? options->threads : 1,
+         .timeout = std::chrono::milliseconds(static_cast<std::int64_t>(options->timeout * 1e3)),
+         .json = options->json});
+  });
 }
 
 }  // namespace treeline::cli

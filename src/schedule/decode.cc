@@ -5,6 +5,7 @@
 #include "schedule/collective_call.h"
 #include "schedule/kv_ring.h"
 #include "schedule/reduce.h"
+#include "treeline/cost.h"
 
 namespace treeline {
 namespace {
@@ -136,6 +137,11 @@ void RequireTask(const Communicator& comm, const AttentionSpec& spec, const Shar
 
 void Decode(Communicator& comm, Backend& backend, const AttentionSpec& spec,
             std::span<const ShardedTask> tasks, const DecodeOptions& options) {
+  if (options.schedule == Schedule::kAuto) {
+    DecodeOptions chosen = options;
+    chosen.schedule = ChooseDecode(comm, spec, tasks, options.node_size, {});
+    return Decode(comm, backend, spec, tasks, chosen);
+  }
   RunCollective(comm, [&] {
     Validate(spec);
     Signature signature;
