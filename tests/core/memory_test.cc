@@ -1,4 +1,5 @@
 #include "treeline/memory.h"
+#include "sanitized.h"
 
 #include <gtest/gtest.h>
 
@@ -128,9 +129,7 @@ TEST(TrackedBufferTest, MovingMovesTheCount) {
 }
 
 TEST(TrackedBufferTest, FailedAllocationIsNotCounted) {
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-  GTEST_SKIP() << "a sanitizer's allocator ends the program where it should throw";
-#endif
+  if (kSanitized) GTEST_SKIP() << "a sanitizer's allocator ends the program where it should throw";
   MemoryTracker tracker;
   EXPECT_THROW(TrackedBuffer(SIZE_MAX / 4, Purpose::kShard, &tracker), std::bad_alloc);
   EXPECT_EQ(tracker.held(Purpose::kShard), 0u);
