@@ -2,7 +2,7 @@
 
 JOBS ?= $(shell nproc)
 # Labels of which `make test` must have run at least one test each.
-TEST_LABELS := unit
+TEST_LABELS := unit ranks
 
 .DEFAULT_GOAL := build
 .NOTPARALLEL:  # prerequisites are steps in order; Ninja and CTest run in parallel inside one
