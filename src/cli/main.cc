@@ -1,3 +1,5 @@
+#include <malloc.h>
+
 #include <cstdio>
 #include <exception>
 #include <new>
@@ -16,6 +18,16 @@ int Fail(ExitCode code, const char* message, const char* hint = "") {
   for (; *message != '\0'; ++message) std::fputc(*message == '\n' ? ' ' : *message, stderr);
   std::fprintf(stderr, "%s\n", hint);
   return code;
+}
+
+// Keeps large buffers that are freed, so that the next step gets the same pages again. Otherwise a
+// schedule with large buffers would be timed with the system's handing out of pages.
+void KeepFreedMemory() {
+#if defined(__GLIBC__)
+  constexpr int kNever = 1 << 30;
+  mallopt(M_MMAP_THRESHOLD, kNever);
+  mallopt(M_TRIM_THRESHOLD, kNever);
+#endif
 }
 
 int Run(int argc, char** argv) {
@@ -42,6 +54,7 @@ int Run(int argc, char** argv) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  KeepFreedMemory();
   try {
     return Run(argc, argv);
   } catch (const CLI::ParseError& error) {
