@@ -67,8 +67,9 @@ class Layout {
  public:
   // Rank r holds chunk r of `ranks` near-equal chunks.
   static Layout Contiguous(std::int64_t tokens, int ranks);
-  // Runs of `run` tokens are dealt round robin.
-  static Layout Striped(std::int64_t tokens, int ranks, std::int64_t run = 1);
+  // Runs of `run` tokens are dealt round robin: run j lives on rank (first_rank + j) mod ranks.
+  // Throws ArgumentError if `first_rank` is not in [0, ranks).
+  static Layout Striped(std::int64_t tokens, int ranks, std::int64_t run = 1, int first_rank = 0);
   // Rank r holds chunks r and 2 * ranks - 1 - r of 2 * ranks near-equal chunks.
   static Layout Zigzag(std::int64_t tokens, int ranks);
   // Striped, with weights[r] runs of every sum(weights) on rank r. A weight of 0 gives no tokens.
@@ -85,12 +86,14 @@ class Layout {
   int Owner(std::int64_t position) const;
 
  private:
-  Layout(LayoutKind kind, std::int64_t tokens, std::vector<int> weights, std::int64_t run);
+  Layout(LayoutKind kind, std::int64_t tokens, std::vector<int> weights, std::int64_t run,
+         int first_rank = 0);
 
   LayoutKind kind_;
   std::int64_t tokens_;
   std::vector<int> weights_;  // [ranks]; all 1 unless Weighted
   std::int64_t run_;
+  int first_rank_;  // holds the first run; 0 unless Striped
   std::int64_t weight_sum_ = 0;
 };
 

@@ -45,8 +45,13 @@ std::string_view Name(LayoutKind kind) {
                        " is not one of contiguous, striped, zigzag");
 }
 
-Layout::Layout(LayoutKind kind, std::int64_t tokens, std::vector<int> weights, std::int64_t run)
-    : kind_(kind), tokens_(tokens), weights_(std::move(weights)), run_(run) {
+Layout::Layout(LayoutKind kind, std::int64_t tokens, std::vector<int> weights, std::int64_t run,
+               int first_rank)
+    : kind_(kind),
+      tokens_(tokens),
+      weights_(std::move(weights)),
+      run_(run),
+      first_rank_(first_rank) {
   Require(tokens >= 0 && tokens <= kMaxTokens, "tokens is ", tokens, "; it must be from 0 to ",
           kMaxTokens);
   Require(run >= 1 && run <= kMaxWeight, "run is ", run, "; it must be from 1 to ", kMaxWeight);
@@ -56,6 +61,8 @@ Layout::Layout(LayoutKind kind, std::int64_t tokens, std::vector<int> weights, s
   }
   Require(weight_sum_ >= 1 && weight_sum_ <= kMaxWeight, "weights sum to ", weight_sum_,
           "; they must sum to 1 to ", kMaxWeight);
+  Require(first_rank >= 0 && first_rank < ranks(), "first_rank is ", first_rank,
+          "; it must be from 0 to ", ranks() - 1);
 }
 
 namespace {
@@ -72,8 +79,8 @@ Layout Layout::Contiguous(std::int64_t tokens, int ranks) {
   return {LayoutKind::kContiguous, tokens, EqualWeights(ranks), 1};
 }
 
-Layout Layout::Striped(std::int64_t tokens, int ranks, std::int64_t run) {
-  return {LayoutKind::kStriped, tokens, EqualWeights(ranks), run};
+Layout Layout::Striped(std::int64_t tokens, int ranks, std::int64_t run, int first_rank) {
+  return {LayoutKind::kStriped, tokens, EqualWeights(ranks), run, first_rank};
 }
 
 Layout Layout::Zigzag(std::int64_t tokens, int ranks) {
@@ -86,7 +93,6 @@ Layout Layout::Weighted(std::int64_t tokens, std::span<const int> weights, std::
 
 Positions Layout::Shard(int rank) const {
   Require(rank >= 0 && rank < ranks(), "rank is ", rank, "; it must be from 0 to ", ranks() - 1);
-  const auto r = static_cast<std::size_t>(rank);
   switch (kind_) {
     case LayoutKind::kContiguous:
       return Positions::Strided(Chunk(tokens_, ranks(), rank));
@@ -98,11 +104,13 @@ Positions Layout::Shard(int rank) const {
     case LayoutKind::kStriped:
       break;
   }
+  // A round goes from first_rank_ up and around. Where that is not 0, all weights are equal.
+  const int turn = rank >= first_rank_ ? rank - first_rank_ : rank - first_rank_ + ranks();
   // The runs of a rank within one round are neighbours, so they are one longer run.
   const std::int64_t first =
-      std::accumulate(weights_.begin(), weights_.begin() + rank, std::int64_t{0}) * run_;
+      std::accumulate(weights_.begin(), weights_.begin() + turn, std::int64_t{0}) * run_;
   const std::int64_t stride = weight_sum_ * run_;
-  const std::int64_t run = weights_[r] * run_;
+  const std::int64_t run = weights_[static_cast<std::size_t>(turn)] * run_;
   if (run == 0) return {};
   const std::int64_t last_round = std::clamp<std::int64_t>(tokens_ % stride - first, 0, run);
   return Positions::Strided({first, run, stride, tokens_ / stride * run + last_round});
@@ -123,12 +131,12 @@ int Layout::Owner(std::int64_t position) const {
       break;
   }
   std::int64_t in_round = position / run_ % weight_sum_;
-  int rank = 0;
-  while (in_round >= weights_[static_cast<std::size_t>(rank)]) {
-    in_round -= weights_[static_cast<std::size_t>(rank)];
-    ++rank;
+  int turn = 0;
+  while (in_round >= weights_[static_cast<std::size_t>(turn)]) {
+    in_round -= weights_[static_cast<std::size_t>(turn)];
+    ++turn;
   }
-  return rank;
+  return (first_rank_ + turn) % ranks();
 }
 
 }  // namespace treeline

@@ -120,7 +120,10 @@ TEST(LayoutTest, EveryPositionHasOneOwnerForAllSmallSizes) {
       EXPECT_TRUE(IsPartition(Layout::Contiguous(tokens, ranks)));
       EXPECT_TRUE(IsPartition(Layout::Zigzag(tokens, ranks)));
       for (std::int64_t run : {1, 2, 3, 7, 50}) {
-        EXPECT_TRUE(IsPartition(Layout::Striped(tokens, ranks, run))) << "run " << run;
+        for (int first_rank = 0; first_rank < ranks; ++first_rank) {
+          EXPECT_TRUE(IsPartition(Layout::Striped(tokens, ranks, run, first_rank)))
+              << "run " << run << " from rank " << first_rank;
+        }
       }
     }
     for (const std::vector<int>& weights : SomeWeights()) {
@@ -169,6 +172,28 @@ TEST(LayoutTest, StripedSlotsFollowTheFormula) {
           }
           EXPECT_EQ(AllPositions(shard), expected)
               << tokens << " tokens, rank " << r << " of " << ranks << ", run " << run;
+        }
+      }
+    }
+  }
+}
+
+TEST(LayoutTest, RunsStartOnTheFirstRank) {
+  for (std::int64_t tokens : {0, 1, 2, 59, 60, 61}) {
+    for (int ranks = 1; ranks <= 7; ++ranks) {
+      for (std::int64_t run : {1, 3, 5}) {
+        for (int first_rank = 0; first_rank < ranks; ++first_rank) {
+          const Layout layout = Layout::Striped(tokens, ranks, run, first_rank);
+          for (std::int64_t position = 0; position < tokens; ++position) {
+            EXPECT_EQ(layout.Owner(position), (first_rank + position / run) % ranks)
+                << position << " of " << tokens << ", " << ranks << " ranks, run " << run;
+          }
+          // A rotation renames ranks and changes nothing else.
+          const Layout from_zero = Layout::Striped(tokens, ranks, run);
+          for (int r = 0; r < ranks; ++r) {
+            EXPECT_EQ(AllPositions(layout.Shard((first_rank + r) % ranks)),
+                      AllPositions(from_zero.Shard(r)));
+          }
         }
       }
     }
@@ -261,7 +286,7 @@ Layout AnyLayout(int max_bits, int max_ranks) {
     case 1:
       return Layout::Zigzag(tokens, ranks);
     case 2:
-      return Layout::Striped(tokens, ranks, run);
+      return Layout::Striped(tokens, ranks, run, Uniform(0, ranks));
     default:
       break;
   }
@@ -326,6 +351,7 @@ TEST(LayoutTest, TheLargestSizesDoNotOverflow) {
     for (const Layout& layout :
          {Layout::Contiguous(tokens, kMaxRanks), Layout::Zigzag(tokens, kMaxRanks),
           Layout::Striped(tokens, kMaxRanks), Layout::Striped(tokens, kMaxRanks, 1 << 20),
+          Layout::Striped(tokens, kMaxRanks, 1 << 20, kMaxRanks - 1),
           Layout::Striped(tokens, 1, 1 << 20)}) {
       for (int rank : {0, layout.ranks() / 2, layout.ranks() - 1}) {
         const Positions shard = layout.Shard(rank);
@@ -355,6 +381,9 @@ TEST(LayoutTest, BadArgumentsAreNamed) {
   EXPECT_THAT([] { Layout::Striped(4, 2, 0); }, message("run is 0"));
   EXPECT_THAT([] { Layout::Striped(4, 2, -5); }, message("run is -5"));
   EXPECT_THAT([] { Layout::Striped(4, 2, kInt64Max); }, message("run is 9223372036854775807"));
+  EXPECT_THAT([] { Layout::Striped(4, 2, 1, -1); }, message("first_rank is -1"));
+  EXPECT_THAT([] { Layout::Striped(4, 2, 1, 2); },
+              message("first_rank is 2; it must be from 0 to 1"));
   EXPECT_THAT([&] { Layout::Weighted(4, negative); }, message("weights[1] is -2"));
   EXPECT_THAT([&] { Layout::Weighted(4, zero); }, message("weights sum to 0"));
   EXPECT_THAT([&] { Layout::Weighted(4, none); }, message("weights sum to 0"));
