@@ -263,6 +263,7 @@ void AddRing(CLI::App& bench, RankWork work, const char* name, const char* what)
   options->dtypes = {"f32"};
   options->heads = 8;
   options->kv_heads = 8;
+  options->repeats = 3;  // a step takes many seconds
   CLI::App* command = AddCommand(bench, name, what, options);
   if (work == RankWork::kPrefill) {
     command->add_option("--schedule", options->schedules, "What goes round")

@@ -189,10 +189,9 @@ RankMeasurement MeasureDecode(const RankCase& c, const RankTiming& timing) {
       options.schedule = ChooseDecode(comm, spec, tasks, c.node_size, model);
     }
     if (comm.rank() == 0) m.schedule = options.schedule;
-    step();  // warm-up
     comm.ResetCounters();
     tracker.ResetPeaks();
-    step();
+    step();  // warm-up
     counted.counters[Index(comm.rank())] = comm.counters();
     counted.peaks[Index(comm.rank())] = tracker.peak();
     counted.pairs[Index(comm.rank())] = backend.pairs();
@@ -366,7 +365,12 @@ RankMeasurement MeasureRing(const RankCase& c, const RankTiming& timing) {
       Prefill(comm, backend, spec, tasks, c.schedule);
       if (train) PrefillBackward(comm, backend, spec, backward);
     };
+    comm.ResetCounters();
+    tracker.ResetPeaks();
     step();  // warm-up; gradients start from 0 only here
+    counted.counters[Index(rank)] = comm.counters();
+    counted.peaks[Index(rank)] = tracker.peak();
+    counted.pairs[Index(rank)] = backend.pairs();
     for (std::size_t i = 0; i < whole.size(); ++i) {
       const Positions& own = memory.shards[i][Index(rank)];
       for (std::int64_t t = 0; t < own.count(); ++t) {
