@@ -315,7 +315,7 @@ RankMeasurement MeasureRing(const RankCase& c, const RankTiming& timing) {
     m.work +=
         2.0 * static_cast<double>(problem.pairs()) * (3.0 * spec.head_dim + 2.0 * spec.v_head_dim);
   }
-  const std::size_t token_values = Index(spec.heads * spec.v_head_dim);
+  const std::size_t token_values = Index(std::int64_t{spec.heads} * spec.v_head_dim);
   std::vector<WholeBackward> whole(train ? problem.tasks().size() : 0);
   for (std::size_t i = 0; i < whole.size(); ++i) {
     const std::size_t tokens = Index(problem.tasks()[i].q.tokens);

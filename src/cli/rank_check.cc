@@ -15,6 +15,7 @@ std::size_t Index(std::int64_t i) { return static_cast<std::size_t>(i); }
 std::vector<Positions> Deal(LayoutKind kind, std::int64_t tokens, int ranks) {
   const Layout layout = MakeLayout(kind, tokens, ranks);
   std::vector<Positions> shards;
+  shards.reserve(Index(ranks));
   for (int r = 0; r < ranks; ++r) shards.push_back(layout.Shard(r));
   return shards;
 }
@@ -197,7 +198,8 @@ struct RankProblem::Impl {
       treeline::Prefill(comm, resources.backend, spec, sharded, schedule);
       for (std::size_t i = 0; i < tasks.size(); ++i) {
         const Positions& positions = shards[i][Index(comm.rank())];
-        Collect(own[i].out, positions, Index(spec.heads * spec.v_head_dim), results[i].out);
+        Collect(own[i].out, positions, Index(std::int64_t{spec.heads} * spec.v_head_dim),
+                results[i].out);
         Collect(own[i].lse, positions, Index(spec.heads), results[i].lse);
       }
     });
@@ -275,9 +277,12 @@ struct RankProblem::Impl {
       PrefillBackward(comm, resources.backend, spec, sharded, d_sinks[Index(comm.rank())]);
       for (std::size_t i = 0; i < backward.size(); ++i) {
         const Positions& positions = shards[i][Index(comm.rank())];
-        Collect(own[i].dq, positions, Index(spec.heads * spec.head_dim), results[i].dq);
-        Collect(own[i].dk, positions, Index(spec.kv_heads * spec.head_dim), results[i].dk);
-        Collect(own[i].dv, positions, Index(spec.kv_heads * spec.v_head_dim), results[i].dv);
+        Collect(own[i].dq, positions, Index(std::int64_t{spec.heads} * spec.head_dim),
+                results[i].dq);
+        Collect(own[i].dk, positions, Index(std::int64_t{spec.kv_heads} * spec.head_dim),
+                results[i].dk);
+        Collect(own[i].dv, positions, Index(std::int64_t{spec.kv_heads} * spec.v_head_dim),
+                results[i].dv);
       }
     });
     double growth = 1.0;

@@ -65,7 +65,7 @@ void AttendClasses(const AttentionSpec& spec, const AttendTask& task, int classe
   const int first_most = heads_inner ? classes : spec.kv_heads;
   const int second_most = heads_inner ? spec.kv_heads : classes;
   const auto too_large = [&] {
-    return workspace() > kWorkspace || grid.items() < 2 * Threads(context);
+    return workspace() > kWorkspace || grid.items() < std::int64_t{2} * Threads(context);
   };
   while (too_large() && first < first_most) ++first;
   while (too_large() && second < second_most) ++second;
