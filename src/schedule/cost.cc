@@ -16,7 +16,7 @@ namespace {
 
 std::int64_t CeilDiv(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
-int FloorLog2(int n) { return std::bit_width(static_cast<unsigned>(n)) - 1; }
+int FloorLog2(int n) { return static_cast<int>(std::bit_width(static_cast<unsigned>(n))) - 1; }
 bool IsPowerOfTwo(int n) { return std::has_single_bit(static_cast<unsigned>(n)); }
 
 // Messages on the critical path of an all-reduce, and those of the busiest rank.

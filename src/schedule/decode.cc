@@ -63,6 +63,7 @@ void AttendReproducibly(Communicator& comm, Backend& backend, const AttentionSpe
   backend.AttendClasses(spec, task, classes,
                         {reinterpret_cast<float*>(buffer.data()), buffer.size() / sizeof(float)});
   std::vector<Partial> parts;
+  parts.reserve(static_cast<std::size_t>(classes));
   for (int c = 0; c < classes; ++c) {
     parts.push_back(
         PartialAt(buffer.data() + static_cast<std::size_t>(c) * bytes, rows, spec.v_head_dim));
@@ -97,6 +98,7 @@ void DecodeByRing(Communicator& comm, Backend& backend, const AttentionSpec& spe
   std::vector<KvShard> shards;
   for (const ShardedTask& task : tasks) shards.push_back({task.local.kv, task.kv_shards});
   std::vector<PackedPartial> parts;
+  parts.reserve(static_cast<std::size_t>(comm.size()));
   for (int r = 0; r < comm.size(); ++r) {
     parts.emplace_back(backend, CountRows(spec, tasks), spec.v_head_dim, Purpose::kWorkspace);
   }
@@ -117,6 +119,7 @@ void DecodeByRing(Communicator& comm, Backend& backend, const AttentionSpec& spe
   for (const ShardedTask& task : tasks) {
     const std::size_t end = row + task.local.result.rows();
     std::vector<Partial> rows;
+    rows.reserve(parts.size());
     for (const PackedPartial& part : parts) rows.push_back(part.Rows(row, end));
     backend.Merge(rows, task.local.result);
     row = end;

@@ -313,7 +313,7 @@ class Decoder {
   }
   // Of a class that counts from this piece's first.
   std::size_t SlabIndex(int own_class, int head, int slab) const {
-    return static_cast<std::size_t>((own_class * heads() + head) * w_.slabs + slab);
+    return (static_cast<std::size_t>(own_class) * heads() + head) * w_.slabs + slab;
   }
   std::size_t SlabIndex(const Step& step, int slab) const {
     return SlabIndex(by_class() ? step.block - args_.class_begin : 0, step.head, slab);
