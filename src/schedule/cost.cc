@@ -22,8 +22,10 @@ bool IsPowerOfTwo(int n) { return std::has_single_bit(static_cast<unsigned>(n));
 // Messages on the critical path of an all-reduce, and those of the busiest rank.
 struct AllReduceSteps {
   explicit AllReduceSteps(int n)
-      : rounds(IsPowerOfTwo(n) ? FloorLog2(n) : FloorLog2(n) + 2),
-        sends(IsPowerOfTwo(n) ? FloorLog2(n) : FloorLog2(n) + 1) {}
+      : rounds(FloorLog2(n)), sends(IsPowerOfTwo(n) ? FloorLog2(n) : FloorLog2(n) + 1) {
+    const int core = static_cast<int>(std::bit_floor(static_cast<unsigned>(n)));
+    if (n > core) rounds += n - core > core / 2 ? 2 : 1;  // see AllReduce
+  }
 
   int rounds;
   int sends;

@@ -17,8 +17,9 @@ using Combine = std::function<void(Bytes mine, ConstBytes theirs)>;
 
 // value := combination of all ranks' values, by recursive doubling with distances 2^(k-1), …, 1.
 // `scratch` is as large as the value. If N = 2^k: k rounds, k * n bytes sent by each rank.
-// Otherwise the last N - 2^k ranks fold into the first ones and get the result back: k + 2 rounds;
-// they send n, their partners (k + 1) * n, the others k * n.
+// Otherwise the last N - 2^k ranks fold into the first ones and get the result back: they send n,
+// their partners (k + 1) * n, the others k * n. That is k + 2 rounds if N > 1.5 * 2^k; for fewer
+// ranks no chain of messages starts and ends at a folded rank's partner, and there are k + 1.
 void AllReduce(Communicator& comm, Bytes value, Bytes scratch, const Combine& combine);
 
 // What a rank sends to one other; it arrives as one message.
