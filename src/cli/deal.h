@@ -23,18 +23,24 @@ std::size_t KeyBytes(const KvView& whole, std::int64_t slots);
 // bytes. Returns a view of the copy.
 KvView CopyKeys(const KvView& whole, const Positions& slots, std::byte* target);
 
-// The same in memory of its own.
+// The same in memory of its own: dense, or in pages of `page_slots` slots if that is not 0. The
+// first page comes last in memory; slots that are not in use are poisoned.
 struct DealtKeys {
   std::vector<std::byte> bytes;
+  std::vector<const void*> k_pages;  // empty when dense
+  std::vector<const void*> v_pages;
   KvView view;
 };
-DealtKeys DealKeys(const KvView& whole, const Positions& slots);
+DealtKeys DealKeys(const KvView& whole, const Positions& slots, std::int64_t page_slots = 0);
 
-// Likewise rows of queries or outputs.
+// Slots [begin, count) of a shard that a layout of MakeLayout gives.
+Positions Tail(const Positions& shard, std::int64_t begin);
+
+// Likewise rows of queries or outputs; token t of `whole` is at position first + t.
 struct DealtRows {
   std::vector<std::byte> bytes;
   TensorView view;
 };
-DealtRows DealRows(const TensorView& whole, const Positions& slots);
+DealtRows DealRows(const TensorView& whole, const Positions& positions, std::int64_t first = 0);
 
 }  // namespace treeline::cli

@@ -4,12 +4,16 @@
 #include <cstring>
 
 #include "cli/deal.h"
+#include "core/check.h"
 #include "treeline/thread_pool.h"
 
 namespace treeline::cli {
 namespace {
 
 std::size_t Index(std::int64_t i) { return static_cast<std::size_t>(i); }
+
+// Values of a token.
+std::size_t Values(int heads, int dim) { return Index(heads) * Index(dim); }
 
 // Positions of every rank's part of a sequence.
 std::vector<Positions> Deal(LayoutKind kind, std::int64_t tokens, int ranks) {
@@ -18,6 +22,23 @@ std::vector<Positions> Deal(LayoutKind kind, std::int64_t tokens, int ranks) {
   shards.reserve(Index(ranks));
   for (int r = 0; r < ranks; ++r) shards.push_back(layout.Shard(r));
   return shards;
+}
+
+// The position of the first query of a task whose queries end its sequence.
+template <class Task>
+std::int64_t FirstQuery(const Task& task) {
+  const std::int64_t first = task.kv.slots - task.q.tokens;
+  Require(task.q.tokens == 0 || (task.q_positions[0] == first &&
+                                 task.q_positions[task.q.tokens - 1] == task.kv.slots - 1),
+          "queries to deal must be the last tokens of their sequence");
+  return first;
+}
+
+// Of every rank's part of a sequence, what is at `first` or later.
+std::vector<Positions> DealQueries(std::span<const Positions> shards, std::int64_t first) {
+  std::vector<Positions> tails;
+  for (const Positions& shard : shards) tails.push_back(Tail(shard, shard.CountBelow(first)));
+  return tails;
 }
 
 // One sequence's results, or the part of them that a rank holds.
@@ -34,12 +55,14 @@ struct Rows {
   Partial partial(const AttentionSpec& spec) { return {out, lse, spec.v_head_dim}; }
 };
 
-// Copies token i of a rank's part to where it belongs in the whole.
-void Collect(std::span<const float> part, const Positions& positions, std::size_t token_values,
-             std::span<float> whole) {
+// Copies token i of a rank's part to where it belongs in the whole, whose tokens start at position
+// `first`.
+void Collect(std::span<const float> part, const Positions& positions, std::int64_t first,
+             std::size_t token_values, std::span<float> whole) {
   for (std::int64_t i = 0; i < positions.count(); ++i) {
-    std::copy_n(part.begin() + static_cast<std::ptrdiff_t>(Index(i) * token_values), token_values,
-                whole.begin() + static_cast<std::ptrdiff_t>(Index(positions[i]) * token_values));
+    std::copy_n(
+        part.begin() + static_cast<std::ptrdiff_t>(Index(i) * token_values), token_values,
+        whole.begin() + static_cast<std::ptrdiff_t>(Index(positions[i] - first) * token_values));
   }
 }
 
@@ -135,7 +158,7 @@ struct RankProblem::Impl {
       std::vector<ShardedTask> sharded;
       for (const AttendTask& task : tasks) {
         shards.push_back(Deal(setup.layout, task.kv.slots, ranks));
-        keys.push_back(DealKeys(task.kv, shards.back()[Index(comm.rank())]));
+        keys.push_back(DealKeys(task.kv, shards.back()[Index(comm.rank())], setup.page_slots));
         resources.memory.Add(Purpose::kShard, keys.back().bytes.size());
         own.emplace_back(spec, task.q.tokens);
       }
@@ -170,15 +193,18 @@ struct RankProblem::Impl {
     for (const AttendTask& task : tasks) results.emplace_back(spec, task.q.tokens);
     RankReport report = Run(setup, [&](Communicator& comm, RankResources& resources) {
       std::vector<std::vector<Positions>> shards;
+      std::vector<std::vector<Positions>> q_shards;
       std::vector<DealtKeys> keys;
       std::vector<DealtRows> queries;
       std::vector<Rows> own;
       std::vector<ShardedTask> sharded;
       for (const AttendTask& task : tasks) {
+        const std::int64_t first = FirstQuery(task);
         shards.push_back(Deal(setup.layout, task.kv.slots, comm.size()));
-        const Positions& positions = shards.back()[Index(comm.rank())];
-        keys.push_back(DealKeys(task.kv, positions));
-        queries.push_back(DealRows(task.q, positions));
+        q_shards.push_back(DealQueries(shards.back(), first));
+        const Positions& positions = q_shards.back()[Index(comm.rank())];
+        keys.push_back(DealKeys(task.kv, shards.back()[Index(comm.rank())], setup.page_slots));
+        queries.push_back(DealRows(task.q, positions, first));
         own.emplace_back(spec, positions.count());
         resources.memory.Add(Purpose::kShard,
                              keys.back().bytes.size() + queries.back().bytes.size());
@@ -186,21 +212,20 @@ struct RankProblem::Impl {
                              (own.back().out.size() + own.back().lse.size()) * sizeof(float));
       }
       for (std::size_t i = 0; i < tasks.size(); ++i) {
-        const Positions& positions = shards[i][Index(comm.rank())];
         sharded.push_back({.local = {.q = queries[i].view,
-                                     .q_positions = positions,
+                                     .q_positions = q_shards[i][Index(comm.rank())],
                                      .kv = keys[i].view,
-                                     .kv_positions = positions,
+                                     .kv_positions = shards[i][Index(comm.rank())],
                                      .result = own[i].partial(spec)},
                            .kv_shards = shards[i],
-                           .q_shards = shards[i]});
+                           .q_shards = q_shards[i]});
       }
       treeline::Prefill(comm, resources.backend, spec, sharded, schedule);
       for (std::size_t i = 0; i < tasks.size(); ++i) {
-        const Positions& positions = shards[i][Index(comm.rank())];
-        Collect(own[i].out, positions, Index(std::int64_t{spec.heads} * spec.v_head_dim),
-                results[i].out);
-        Collect(own[i].lse, positions, Index(spec.heads), results[i].lse);
+        const Positions& positions = q_shards[i][Index(comm.rank())];
+        const std::int64_t first = FirstQuery(tasks[i]);
+        Collect(own[i].out, positions, first, Values(spec.heads, spec.v_head_dim), results[i].out);
+        Collect(own[i].lse, positions, first, Index(spec.heads), results[i].lse);
       }
     });
     for (std::size_t i = 0; i < tasks.size(); ++i) Compare(results[i], i, report);
@@ -239,23 +264,27 @@ struct RankProblem::Impl {
                                             std::vector<float>(spec.sinks.size()));
     RankReport report = Run(setup, [&](Communicator& comm, RankResources& resources) {
       std::vector<std::vector<Positions>> shards;
+      std::vector<Positions> queries;  // of this rank
       std::vector<DealtKeys> keys;
       std::vector<std::array<DealtRows, 3>> rows;  // q, out, d_out
       std::vector<std::vector<float>> lse;
       std::vector<Gradients> own;
       std::vector<ShardedBackwardTask> sharded;
       for (const BackwardTask& task : backward) {
+        const std::int64_t first = FirstQuery(task);
         shards.push_back(Deal(setup.layout, task.kv.slots, comm.size()));
-        const Positions& positions = shards.back()[Index(comm.rank())];
-        keys.push_back(DealKeys(task.kv, positions));
-        rows.push_back({DealRows(task.q, positions), DealRows(task.out, positions),
-                        DealRows(task.d_out, positions)});
+        const Positions& slots = shards.back()[Index(comm.rank())];
+        const Positions& positions = queries.emplace_back(Tail(slots, slots.CountBelow(first)));
+        keys.push_back(DealKeys(task.kv, slots, setup.page_slots));
+        rows.push_back({DealRows(task.q, positions, first), DealRows(task.out, positions, first),
+                        DealRows(task.d_out, positions, first)});
         std::vector<float>& of_rank = lse.emplace_back();
         for (std::int64_t i = 0; i < positions.count(); ++i) {
-          const auto row = task.lse.subspan(Index(positions[i] * spec.heads), Index(spec.heads));
+          const auto row =
+              task.lse.subspan(Index((positions[i] - first) * spec.heads), Index(spec.heads));
           of_rank.insert(of_rank.end(), row.begin(), row.end());
         }
-        own.push_back(sized(positions.count(), positions.count()));
+        own.push_back(sized(positions.count(), slots.count()));
         resources.memory.Add(Purpose::kShard, keys.back().bytes.size());
       }
       for (std::size_t i = 0; i < backward.size(); ++i) {
@@ -263,13 +292,14 @@ struct RankProblem::Impl {
         const std::int64_t n = positions.count();
         sharded.push_back(
             {.local = {.q = rows[i][0].view,
-                       .q_positions = positions,
+                       .q_positions = queries[i],
                        .kv = keys[i].view,
                        .kv_positions = positions,
                        .out = rows[i][1].view,
                        .d_out = rows[i][2].view,
                        .lse = lse[i],
-                       .dq = GradView::Dense(own[i].dq.data(), n, spec.heads, spec.head_dim),
+                       .dq = GradView::Dense(own[i].dq.data(), queries[i].count(), spec.heads,
+                                             spec.head_dim),
                        .dk = GradView::Dense(own[i].dk.data(), n, spec.kv_heads, spec.head_dim),
                        .dv = GradView::Dense(own[i].dv.data(), n, spec.kv_heads, spec.v_head_dim)},
              .kv_shards = shards[i]});
@@ -277,12 +307,10 @@ struct RankProblem::Impl {
       PrefillBackward(comm, resources.backend, spec, sharded, d_sinks[Index(comm.rank())]);
       for (std::size_t i = 0; i < backward.size(); ++i) {
         const Positions& positions = shards[i][Index(comm.rank())];
-        Collect(own[i].dq, positions, Index(std::int64_t{spec.heads} * spec.head_dim),
-                results[i].dq);
-        Collect(own[i].dk, positions, Index(std::int64_t{spec.kv_heads} * spec.head_dim),
-                results[i].dk);
-        Collect(own[i].dv, positions, Index(std::int64_t{spec.kv_heads} * spec.v_head_dim),
-                results[i].dv);
+        const std::int64_t first = FirstQuery(backward[i]);
+        Collect(own[i].dq, queries[i], first, Values(spec.heads, spec.head_dim), results[i].dq);
+        Collect(own[i].dk, positions, 0, Values(spec.kv_heads, spec.head_dim), results[i].dk);
+        Collect(own[i].dv, positions, 0, Values(spec.kv_heads, spec.v_head_dim), results[i].dv);
       }
     });
     double growth = 1.0;

@@ -27,6 +27,7 @@ struct RankReport {
 // How to run.
 struct RankSetup {
   LayoutKind layout = LayoutKind::kStriped;
+  std::int64_t page_slots = 0;  // of the pages in which a rank's keys lie; 0: they are dense
   ThreadRanks ranks;
   Isa isa = DefaultIsa();
 };
@@ -45,9 +46,11 @@ class RankProblem {
 
   // All ranks have all queries.
   RankReport Decode(const RankSetup& setup, const DecodeOptions& options);
-  // Queries are dealt like keys: for shapes with as many of them.
+  // A rank has the queries of the tokens whose keys it has. The queries are the last tokens of
+  // their sequence, or all.
   RankReport Prefill(const RankSetup& setup, Schedule schedule);
-  // Gradients. The error is that of the worst of dq, dk, dv and the sinks'.
+  // Gradients, of queries that are dealt likewise. The error is that of the worst of dq, dk, dv and
+  // the sinks'.
   RankReport Backward(const RankSetup& setup);
 
  private:
