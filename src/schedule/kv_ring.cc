@@ -42,6 +42,7 @@ void KvRing::Run(const std::function<void(const KvBlock&)>& visit) {
     pieces = DensePieces();
   } else {
     Pack(buffers[1].data());
+    block = BlockAt(buffers[1].data(), rank);
     pieces = {{buffers[1].data(), BlockBytes(rank)}};
   }
   for (int step = 0; step < n - 1; ++step) {

@@ -26,8 +26,9 @@ struct KvBlock {
 // Sends each rank's block round the ring, so that every rank sees every block: its own first, then
 // those of the ranks before it. Step t sends what came in step t - 1: N - 1 rounds; a rank sends
 // all blocks but that of its right neighbour. The own block is sent from where it lies if it is
-// dense, and packed into a receive buffer that is still free otherwise; besides it there are two
-// receive buffers, or one for two ranks.
+// dense, and packed into a receive buffer that is still free otherwise. It is also read from there:
+// kernels read other strides in another order, and all ranks must get the same bits of a block.
+// Besides the own block there are two receive buffers, or one for two ranks; two if it is packed.
 class KvRing {
  public:
   // Borrows all arguments.

@@ -109,6 +109,23 @@ TEST_P(RanksTest, DecodeIsExactForEveryScheduleLayoutAndOption) {
   }
 }
 
+// Kernels read pages in another order than rows that lie one after the other, which changes bits.
+TEST_P(RanksTest, DecodeOfPagedKeysGivesTheSameBitsOnAllRanks) {
+  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kQ8_0}) {
+    ProblemShape shape = DecodeShape(1000);
+    shape.kv_dtype = dtype;
+    RankProblem problem(shape);
+    for (const Schedule schedule : kDecodeSchedules) {
+      SCOPED_TRACE(testing::Message() << Name(dtype) << ", " << Name(schedule));
+      RankSetup setup = SetupOf(LayoutKind::kContiguous, GetParam());
+      setup.page_slots = 16;
+      const RankReport report = problem.Decode(setup, {.schedule = schedule, .node_size = 3});
+      EXPECT_LE(report.max_error, kBound);
+      EXPECT_TRUE(report.same_bits);
+    }
+  }
+}
+
 TEST_P(RanksTest, PrefillIsExactForEveryScheduleLayoutAndOption) {
   for (const std::int64_t tokens : Lengths()) {
     for (const Option& option : Options()) {
