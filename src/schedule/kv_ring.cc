@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <functional>
+#include <numeric>
 
 namespace treeline {
 namespace {
@@ -16,7 +18,11 @@ bool IsDenseSide(const KvSide& side, DType dtype, int kv_heads) {
 
 KvRing::KvRing(Communicator& comm, Backend& backend, const AttentionSpec& spec,
                std::span<const KvShard> shards)
-    : comm_(comm), backend_(backend), spec_(spec), shards_(shards) {}
+    : comm_(comm), backend_(backend), spec_(spec), shards_(shards), order_(shards.size()) {
+  std::iota(order_.begin(), order_.end(), std::size_t{0});
+  std::ranges::stable_sort(order_, std::ranges::greater{},
+                           [&](std::size_t i) { return Alignment(shards_[i].kv.dtype); });
+}
 
 void KvRing::Run(const std::function<void(const KvBlock&)>& visit) {
   const int n = comm_.size();
@@ -82,7 +88,10 @@ KvBlock KvRing::OwnBlock() const {
 
 KvBlock KvRing::BlockAt(std::byte* bytes, int owner) const {
   KvBlock block{.owner = owner};
-  for (const KvShard& shard : shards_) {
+  block.views.resize(shards_.size());
+  block.positions.resize(shards_.size());
+  for (const std::size_t i : order_) {
+    const KvShard& shard = shards_[i];
     const Positions& positions = shard.shards[static_cast<std::size_t>(owner)];
     const auto dense = [&](int dim) {
       const TensorView view =
@@ -91,8 +100,8 @@ KvBlock KvRing::BlockAt(std::byte* bytes, int owner) const {
       return view;
     };
     const TensorView k = dense(spec_.head_dim);
-    block.views.push_back(KvView::Strided(k, dense(spec_.v_head_dim)));
-    block.positions.push_back(positions);
+    block.views[i] = KvView::Strided(k, dense(spec_.v_head_dim));
+    block.positions[i] = positions;
   }
   return block;
 }
@@ -106,7 +115,8 @@ bool KvRing::IsDense() const {
 
 std::vector<ConstBytes> KvRing::DensePieces() const {
   std::vector<ConstBytes> pieces;
-  for (const KvShard& shard : shards_) {
+  for (const std::size_t i : order_) {
+    const KvShard& shard = shards_[i];
     for (const KvSide& side : {shard.kv.k, shard.kv.v}) {
       pieces.emplace_back(static_cast<const std::byte*>(side.base),
                           static_cast<std::size_t>(shard.kv.slots * side.slot_stride));
@@ -116,7 +126,8 @@ std::vector<ConstBytes> KvRing::DensePieces() const {
 }
 
 void KvRing::Pack(std::byte* target) const {
-  for (const KvShard& shard : shards_) {
+  for (const std::size_t i : order_) {
+    const KvShard& shard = shards_[i];
     for (const KvSide& side : {shard.kv.k, shard.kv.v}) {
       const std::size_t row = RowBytes(shard.kv.dtype, side.dim);
       for (std::int64_t slot = 0; slot < shard.kv.slots; ++slot) {

@@ -41,7 +41,7 @@ class KvRing {
  private:
   std::size_t BlockBytes(int owner) const;
   KvBlock OwnBlock() const;
-  // The views of a block that lies packed at `bytes`: K, then V, of each sequence in turn.
+  // The views of a block that lies packed at `bytes`: K, then V, of each sequence in `order_`.
   KvBlock BlockAt(std::byte* bytes, int owner) const;
   bool IsDense() const;
   std::vector<ConstBytes> DensePieces() const;
@@ -51,6 +51,9 @@ class KvRing {
   Backend& backend_;
   const AttentionSpec& spec_;
   const std::span<const KvShard> shards_;
+  // Sequences as they follow each other in a block: those that need most alignment first, because
+  // q8_0 rows end at any even byte. Types are the same on all ranks, and so is this.
+  std::vector<std::size_t> order_;
 };
 
 }  // namespace treeline

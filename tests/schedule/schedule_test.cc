@@ -6,6 +6,7 @@
 #include <memory>
 #include <random>
 
+#include "cli/deal.h"
 #include "cli/rank_check.h"
 #include "sanitized.h"
 
@@ -158,6 +159,47 @@ TEST_P(RanksTest, GradientsAreExactForEveryLayoutAndOption) {
       }
     }
   }
+}
+
+// Rows of q8_0 end at any even byte; f32 rows in the same message must still be aligned.
+TEST(MixedTypesTest, SequencesOfAllTypesGoRoundTogether) {
+  constexpr int kRanks = 3;
+  constexpr std::int64_t kTokens = 5 * kRanks;
+  std::vector<std::unique_ptr<Problem>> problems;
+  for (const DType dtype : {DType::kQ8_0, DType::kF32, DType::kF16, DType::kBF16}) {
+    ProblemShape shape;
+    shape.spec = AttentionSpec::Make(2, 1, 40);
+    shape.spec.v_head_dim = 32;
+    shape.kv_dtype = dtype;
+    shape.sequences = {{Positions::Contiguous(kTokens - 1, 1), Positions::Contiguous(0, kTokens)}};
+    problems.push_back(std::make_unique<Problem>(shape));
+  }
+  const AttentionSpec& spec = problems[0]->spec();
+  const Layout layout = Layout::Contiguous(kTokens, kRanks);
+  std::vector<Positions> shards;
+  for (int r = 0; r < kRanks; ++r) shards.push_back(layout.Shard(r));
+
+  RunRanks({.ranks = kRanks}, [&](Communicator& comm) {
+    CpuBackend backend;
+    const Positions& own = shards[static_cast<std::size_t>(comm.rank())];
+    std::vector<DealtKeys> keys;
+    std::vector<std::vector<float>> out(problems.size(), std::vector<float>(2 * 32));
+    std::vector<std::vector<float>> lse(problems.size(), std::vector<float>(2));
+    std::vector<ShardedTask> tasks;
+    for (std::size_t i = 0; i < problems.size(); ++i) {
+      AttendTask local = problems[i]->tasks()[0];
+      keys.push_back(DealKeys(local.kv, own));
+      local.kv = keys.back().view;
+      local.kv_positions = own;
+      local.result = {out[i], lse[i], spec.v_head_dim};
+      tasks.push_back({.local = local, .kv_shards = shards});
+    }
+    Decode(comm, backend, spec, tasks, {.schedule = Schedule::kRingKv});
+    for (std::size_t i = 0; i < problems.size(); ++i) {
+      const reference::Result want = reference::Attend(spec, problems[i]->tasks()[0]);
+      EXPECT_LE(reference::MaxError(out[i], want.out), kBound) << problems[i]->shape().Describe();
+    }
+  });
 }
 
 INSTANTIATE_TEST_SUITE_P(Few, RanksTest, testing::Values(1, 2, 3, 4, 5, 6, 7, 8, 9),
