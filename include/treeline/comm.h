@@ -57,8 +57,14 @@ class Communicator {
   // How long any wait lasts at most.
   virtual std::chrono::milliseconds timeout() const = 0;
 
-  // Starts a transfer. The buffers, and the array of pieces, must live until it is waited for or
-  // destroyed. Sizes must agree on both sides: if not, every rank gets a CommError.
+  // Transfers to one rank, or from one, that may be on their way at a time.
+  static constexpr int kMaxPending = 4;
+
+  // Starts a transfer; never waits for a peer. The buffers, and the array of pieces, must live
+  // until it is waited for or destroyed. Sizes must agree on both sides: if not, every rank gets a
+  // CommError. Throws ArgumentError, and starts nothing, if a peer is no other rank of the group,
+  // or the transfer that was started kMaxPending before this one, to the same rank or from the same
+  // rank, has not been waited for. Throws CommError if a rank has failed.
   virtual std::unique_ptr<Transfer> Start(const Message& message) = 0;
 
   // Ends the group: every wait of every rank throws CommError with this rank and `why`. What the

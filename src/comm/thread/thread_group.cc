@@ -5,6 +5,9 @@
 // copies them straight from one to the other and marks the slot as moved. So there is one copy, no
 // buffer in between, and no waiting for a partner that has not come yet. A slot's state is one
 // atomic word: nobody takes a lock.
+//
+// A slot is always free when its turn comes: a rank that starts message m has waited for message
+// m - kMaxPending, which its peer therefore has started, and so waited for m - 2 * kMaxPending.
 
 #include <algorithm>
 #include <array>
@@ -45,19 +48,31 @@ struct Side {
 
 struct alignas(64) Slot {
   std::atomic<std::uint32_t> state{0};
-  Side sender;
-  std::span<const ConstBytes> pieces;
   std::int64_t depth = 0;  // rounds that led to this message
-  Side receiver;
+  // Borrowed from the transfers of both sides until the bytes have been moved.
+  const Side* sender = nullptr;
+  std::span<const ConstBytes> pieces;
+  const Side* receiver = nullptr;
   std::byte* target = nullptr;
+};
+
+constexpr std::size_t kSlots = 2 * Communicator::kMaxPending;
+
+// Where one rank is in a channel. Of that rank alone.
+struct alignas(64) End {
+  std::size_t next = 0;       // messages started so far
+  std::uint32_t pending = 0;  // a bit for every slot that this side has not left
+
+  bool full() const {
+    return (pending >> ((next + kSlots - Communicator::kMaxPending) % kSlots) & 1) != 0;
+  }
 };
 
 // Messages from one rank to another, in order.
 struct Channel {
-  static constexpr std::size_t kSlots = 4;  // messages on their way at a time
   std::array<Slot, kSlots> slots;
-  std::size_t sent = 0;      // of the sender alone
-  std::size_t received = 0;  // of the receiver alone
+  End sender;
+  End receiver;
 };
 
 }  // namespace
@@ -118,11 +133,15 @@ class ThreadGroup::Rank final : public Communicator {
     Require(peer >= 0 && peer < size() && peer != rank_, "rank ", rank_, " of ", size(),
             " has no peer ", peer);
   }
-  Side MakeSide(std::size_t bytes) const { return {bytes, signature_, step_}; }
+  void RequireRoom(const End& end, const char* direction, int peer) const {
+    Require(!end.full(), "rank ", rank_, " has not waited for the transfer ", kMaxPending,
+            " before this one ", direction, " rank ", peer);
+  }
   // Waits until ready(), the failure of the group, or the deadline; throws in the last two cases.
   template <class Ready>
   void Await(const Ready& ready, int peer);
-  void Copy(Slot& slot, int from, int to);
+  void Copy(Slot& slot, int from, int to) noexcept;
+  void Reject(Slot& slot, int from, int to) noexcept;
 
   State& state_;
   const int rank_;
@@ -134,7 +153,9 @@ class ThreadGroup::Rank final : public Communicator {
 // One transfer of a rank.
 class ThreadGroup::Rank::Move final : public Transfer {
  public:
-  Move(Rank& rank, const Message& message) : rank_(rank), message_(message) {
+  // Nothing in here may throw: the destructor would not run, and the peer would copy from or to
+  // buffers that are gone.
+  Move(Rank& rank, const Message& message) noexcept : rank_(rank), message_(message) {
     if (message.send.size() == 1) {  // the usual case; the caller's array may be a temporary
       piece_ = message.send.front();
       message_.send = {&piece_, 1};
@@ -144,57 +165,58 @@ class ThreadGroup::Rank::Move final : public Transfer {
   }
 
   ~Move() override {
-    if (send_ != nullptr) Withdraw(*send_, kReady, kSenderDone);
-    if (receive_ != nullptr) Withdraw(*receive_, kSent, kReceiverDone);
+    if (send_.slot != nullptr) Withdraw(*send_.slot, kReady);
+    if (receive_.slot != nullptr) Withdraw(*receive_.slot, kSent);
   }
 
   void Wait() override {
-    if (receive_ != nullptr) {
-      AwaitMoved(*receive_, message_.from);
+    if (receive_.slot != nullptr) {
+      AwaitMoved(*receive_.slot, message_.from);
       if (!message_.receive.empty()) {
-        rank_.counters_.rounds = std::max(rank_.counters_.rounds, receive_->depth + 1);
+        rank_.counters_.rounds = std::max(rank_.counters_.rounds, receive_.slot->depth + 1);
       }
-      Leave(*receive_, kReceiverDone, kSenderDone, message_.from);
-      receive_ = nullptr;
+      Leave(receive_, kReceiverDone, kSenderDone);
     }
-    if (send_ != nullptr) {
-      AwaitMoved(*send_, message_.to);
-      Leave(*send_, kSenderDone, kReceiverDone, message_.to);
-      send_ = nullptr;
+    if (send_.slot != nullptr) {
+      AwaitMoved(*send_.slot, message_.to);
+      Leave(send_, kSenderDone, kReceiverDone);
     }
   }
 
  private:
+  // One side of a message that this transfer has entered and not left.
+  struct Post {
+    Side side;
+    Slot* slot = nullptr;
+    End* end = nullptr;
+    std::uint32_t pending = 0;  // the slot's bit
+  };
+
+  void Take(Post& post, Channel& channel, End& end, std::size_t bytes) {
+    const std::size_t place = end.next++ % kSlots;
+    post = {{bytes, rank_.signature_, rank_.step_}, &channel.slots[place], &end, 1u << place};
+    end.pending |= post.pending;
+  }
+
   void PostReceive() {
     Channel& channel = rank_.state_.channel(message_.from, rank_.rank_);
-    Slot& slot = channel.slots[channel.received % Channel::kSlots];
-    AwaitFree(slot, kReady | kReceiverDone, message_.from);
-    ++channel.received;
-    slot.receiver = rank_.MakeSide(message_.receive.size());
-    slot.target = message_.receive.data();
-    receive_ = &slot;
-    Enter(slot, kReady, kSent, message_.from, message_.from, rank_.rank_);
+    Take(receive_, channel, channel.receiver, message_.receive.size());
+    receive_.slot->receiver = &receive_.side;
+    receive_.slot->target = message_.receive.data();
+    Enter(*receive_.slot, kReady, kSent, message_.from, message_.from, rank_.rank_);
   }
 
   void PostSend() {
     Channel& channel = rank_.state_.channel(rank_.rank_, message_.to);
-    Slot& slot = channel.slots[channel.sent % Channel::kSlots];
-    AwaitFree(slot, kSent | kSenderDone, message_.to);
-    ++channel.sent;
     std::size_t bytes = 0;
     for (const ConstBytes& piece : message_.send) bytes += piece.size();
-    slot.sender = rank_.MakeSide(bytes);
-    slot.pieces = message_.send;
-    slot.depth = rank_.counters_.rounds;
-    send_ = &slot;
+    Take(send_, channel, channel.sender, bytes);
+    send_.slot->sender = &send_.side;
+    send_.slot->pieces = message_.send;
+    send_.slot->depth = rank_.counters_.rounds;
     rank_.counters_.bytes += static_cast<std::int64_t>(bytes);
     rank_.counters_.messages += bytes > 0 ? 1 : 0;
-    Enter(slot, kSent, kReady, message_.to, rank_.rank_, message_.to);
-  }
-
-  // Only when more messages are on their way between two ranks than a channel has slots.
-  void AwaitFree(const Slot& slot, std::uint32_t own, int peer) {
-    rank_.Await([&] { return (slot.state.load(std::memory_order_acquire) & own) == 0; }, peer);
+    Enter(*send_.slot, kSent, kReady, message_.to, rank_.rank_, message_.to);
   }
 
   void Enter(Slot& slot, std::uint32_t own, std::uint32_t others, int peer, int from, int to) {
@@ -211,15 +233,18 @@ class ThreadGroup::Rank::Move final : public Transfer {
     if ((slot.state.load(std::memory_order_acquire) & kRejected) != 0) rank_.state_.ThrowFailure();
   }
 
-  // The second to leave frees the slot.
-  void Leave(Slot& slot, std::uint32_t own, std::uint32_t others, int peer) {
-    if ((slot.state.fetch_or(own, std::memory_order_acq_rel) & others) == 0) return;
-    slot.state.store(0, std::memory_order_release);
-    rank_.state_.event(peer).Notify();
+  // The second to leave frees the slot. Nobody waits for that.
+  static void Leave(Post& post, std::uint32_t own, std::uint32_t others) {
+    if ((post.slot->state.fetch_or(own, std::memory_order_acq_rel) & others) != 0) {
+      post.slot->state.store(0, std::memory_order_release);
+    }
+    post.end->pending &= ~post.pending;
+    post.slot = nullptr;
   }
 
-  // Makes sure that nobody copies from or to this side's buffer any more.
-  static void Withdraw(Slot& slot, std::uint32_t others, std::uint32_t own_done) {
+  // Makes sure that nobody copies from or to this side's buffer any more. The slot stays pending,
+  // and so is never used again.
+  static void Withdraw(Slot& slot, std::uint32_t others) {
     std::uint32_t state = slot.state.load(std::memory_order_acquire);
     while ((state & (kMoved | kRejected | others)) == 0) {
       if (slot.state.compare_exchange_weak(state, state | kWithdrawn, std::memory_order_acq_rel)) {
@@ -230,14 +255,13 @@ class ThreadGroup::Rank::Move final : public Transfer {
     while ((slot.state.load(std::memory_order_acquire) & (kMoved | kRejected | kWithdrawn)) == 0) {
       std::this_thread::yield();
     }
-    slot.state.fetch_or(own_done, std::memory_order_acq_rel);
   }
 
   Rank& rank_;
   Message message_;
   ConstBytes piece_;
-  Slot* send_ = nullptr;
-  Slot* receive_ = nullptr;
+  Post send_;
+  Post receive_;
 };
 
 ThreadGroup::State::State(const ThreadRanks& options)
@@ -274,8 +298,14 @@ void ThreadGroup::State::ThrowFailure() const {
 
 std::unique_ptr<Transfer> ThreadGroup::Rank::Start(const Message& message) {
   if (state_.failed()) state_.ThrowFailure();
-  if (message.to != kNoRank) RequirePeer(message.to);
-  if (message.from != kNoRank) RequirePeer(message.from);
+  if (message.to != kNoRank) {
+    RequirePeer(message.to);
+    RequireRoom(state_.channel(rank_, message.to).sender, "to", message.to);
+  }
+  if (message.from != kNoRank) {
+    RequirePeer(message.from);
+    RequireRoom(state_.channel(message.from, rank_).receiver, "from", message.from);
+  }
   return std::make_unique<Move>(*this, message);
 }
 
@@ -294,15 +324,10 @@ void ThreadGroup::Rank::Await(const Ready& ready, int peer) {
   state_.ThrowFailure();
 }
 
-void ThreadGroup::Rank::Copy(Slot& slot, int from, int to) {
-  if (slot.sender.bytes != slot.receiver.bytes ||
-      slot.sender.signature != slot.receiver.signature) {
-    std::ostringstream why;
-    why << "rank " << from << " sends " << slot.sender.bytes << " bytes in step "
-        << slot.sender.step << ", rank " << to << " expects " << slot.receiver.bytes << " in step "
-        << slot.receiver.step << ": the ranks were called with different shapes or options";
-    state_.Fail(rank_, why.str());
-    slot.state.fetch_or(kRejected, std::memory_order_acq_rel);
+void ThreadGroup::Rank::Copy(Slot& slot, int from, int to) noexcept {
+  if (slot.sender->bytes != slot.receiver->bytes ||
+      slot.sender->signature != slot.receiver->signature) {
+    Reject(slot, from, to);
     return;
   }
   std::byte* target = slot.target;
@@ -312,6 +337,20 @@ void ThreadGroup::Rank::Copy(Slot& slot, int from, int to) {
     target += piece.size();
   }
   slot.state.fetch_or(kMoved, std::memory_order_acq_rel);
+}
+
+void ThreadGroup::Rank::Reject(Slot& slot, int from, int to) noexcept {
+  try {
+    std::ostringstream why;
+    why << "rank " << from << " sends " << slot.sender->bytes << " bytes in step "
+        << slot.sender->step << ", rank " << to << " expects " << slot.receiver->bytes
+        << " in step " << slot.receiver->step
+        << ": the ranks were called with different shapes or options";
+    state_.Fail(rank_, why.str());
+  } catch (const std::bad_alloc&) {
+    state_.Fail(rank_, "the ranks were called with different shapes or options");
+  }
+  slot.state.fetch_or(kRejected, std::memory_order_acq_rel);
 }
 
 ThreadGroup::ThreadGroup(const ThreadRanks& options) {
