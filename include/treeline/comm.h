@@ -113,7 +113,8 @@ class ThreadGroup {
 };
 
 // Calls body(communicator of rank r) on a thread for every rank and returns when all have returned.
-// A rank that throws ends the others with a CommError; what the first one threw is thrown again.
+// A rank that throws ends the others with a CommError; what the first one threw is thrown again. If
+// the first rank to fail caught that itself, what another rank threw is, if any did.
 void RunRanks(const ThreadRanks& options, const std::function<void(Communicator&)>& body);
 
 }  // namespace treeline

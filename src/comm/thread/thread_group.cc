@@ -400,9 +400,12 @@ void RunRanks(const ThreadRanks& options, const std::function<void(Communicator&
   }
   run(0);
   for (std::thread& thread : threads) thread.join();
-  // What the others threw is only a consequence.
+  // What the others threw is only a consequence, unless the first rank caught its own error.
   if (const int rank = group.failed_rank(); rank != kNoRank) {
-    std::rethrow_exception(errors[static_cast<std::size_t>(rank)]);
+    std::swap(errors[0], errors[static_cast<std::size_t>(rank)]);
+  }
+  for (const std::exception_ptr& error : errors) {
+    if (error) std::rethrow_exception(error);
   }
 }
 
