@@ -92,13 +92,15 @@ struct ThreadRanks {
 // receiver's, by whichever of the two comes later.
 class ThreadGroup {
  public:
-  // Throws ArgumentError unless 1 <= ranks <= kMaxRanks and the timeout is positive.
+  // Throws ArgumentError unless 1 <= ranks <= kMaxRanks, 0 < timeout <= kMaxTimeout and
+  // threads_per_rank is positive.
   explicit ThreadGroup(const ThreadRanks& options);
   ~ThreadGroup();
   ThreadGroup(const ThreadGroup&) = delete;
   ThreadGroup& operator=(const ThreadGroup&) = delete;
 
   static constexpr int kMaxRanks = 1024;
+  static constexpr std::chrono::milliseconds kMaxTimeout = std::chrono::hours(24 * 365);
 
   // To be used by one thread at a time. Throws ArgumentError if there is no such rank.
   Communicator& rank(int rank);

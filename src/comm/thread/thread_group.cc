@@ -267,8 +267,8 @@ class ThreadGroup::Rank::Move final : public Transfer {
 ThreadGroup::State::State(const ThreadRanks& options)
     : size_(options.ranks),
       timeout_(options.timeout),
-      spin_(static_cast<unsigned>(options.ranks * options.threads_per_rank) <=
-                    std::thread::hardware_concurrency()
+      spin_(std::int64_t{options.ranks} * options.threads_per_rank <=
+                    std::int64_t{std::thread::hardware_concurrency()}
                 ? kSpin
                 : std::chrono::microseconds{0}),
       channels_(static_cast<std::size_t>(options.ranks) * static_cast<std::size_t>(options.ranks)),
@@ -356,8 +356,8 @@ void ThreadGroup::Rank::Reject(Slot& slot, int from, int to) noexcept {
 ThreadGroup::ThreadGroup(const ThreadRanks& options) {
   Require(options.ranks >= 1 && options.ranks <= kMaxRanks, "ranks is ", options.ranks,
           "; it must be from 1 to ", kMaxRanks);
-  Require(options.timeout.count() > 0, "timeout is ", options.timeout.count(),
-          " ms; it must be positive");
+  Require(options.timeout.count() > 0 && options.timeout <= kMaxTimeout, "timeout is ",
+          options.timeout.count(), " ms; it must be from 1 to ", kMaxTimeout.count());
   Require(options.threads_per_rank >= 1, "threads_per_rank is ", options.threads_per_rank,
           "; it must be at least 1");
   state_ = std::make_unique<State>(options);
