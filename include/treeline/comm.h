@@ -35,7 +35,8 @@ using Bytes = std::span<std::byte>;
 
 inline constexpr int kNoRank = -1;
 
-// What a rank sends and receives in one step. Either peer may be kNoRank, but not the rank itself.
+// What a rank sends and receives in one step. Either peer may be kNoRank if its side is empty, but
+// not the rank itself.
 struct Message {
   std::span<const ConstBytes> send = {};  // pieces, which arrive as one message
   int to = kNoRank;

@@ -298,11 +298,18 @@ void ThreadGroup::State::ThrowFailure() const {
 
 std::unique_ptr<Transfer> ThreadGroup::Rank::Start(const Message& message) {
   if (state_.failed()) state_.ThrowFailure();
-  if (message.to != kNoRank) {
+  if (message.to == kNoRank) {
+    for (const ConstBytes& piece : message.send) {
+      Require(piece.empty(), "rank ", rank_, " sends ", piece.size(), " bytes to no rank");
+    }
+  } else {
     RequirePeer(message.to);
     RequireRoom(state_.channel(rank_, message.to).sender, "to", message.to);
   }
-  if (message.from != kNoRank) {
+  if (message.from == kNoRank) {
+    Require(message.receive.empty(), "rank ", rank_, " expects ", message.receive.size(),
+            " bytes from no rank");
+  } else {
     RequirePeer(message.from);
     RequireRoom(state_.channel(message.from, rank_).receiver, "from", message.from);
   }
