@@ -18,6 +18,9 @@ void RunCollective(Communicator& comm, const Body& body) {
   } catch (const std::exception& error) {
     comm.Abort(error.what());
     throw;
+  } catch (...) {
+    comm.Abort("an unknown exception");
+    throw;
   }
 }
 
