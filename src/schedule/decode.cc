@@ -171,7 +171,8 @@ void ReducePartial(Communicator& comm, Backend& backend, int heads, const Partia
             "; it must divide the ", partial.rows(), " rows");
     Signature signature;
     signature.Add(heads).Add(partial.rows()).Add(partial.v_head_dim).Add(options.schedule);
-    comm.SetStep("merge", signature.Add(options.node_size).value());
+    signature.Add(options.node_size).Add(options.reproducible);
+    comm.SetStep("merge", signature.value());
     const PackedPartial packed(backend, partial.rows(), partial.v_head_dim, Purpose::kResult);
     Copy(partial, packed.all());
     Reduce(comm, backend, heads, packed, options);
