@@ -26,7 +26,7 @@ void AllReduce(Communicator& comm, Bytes value, Bytes scratch, const Combine& co
 using Pieces = std::vector<ConstBytes>;
 
 // send[r] goes to rank r, and receive[r] comes from rank r, in one round. Entries of the own rank
-// are ignored; empty ones are not sent.
+// are ignored. Empty ones are waited for, so that ranks which disagree about them find out.
 void AllToAll(Communicator& comm, std::span<const Pieces> send, std::span<const Bytes> receive);
 
 // The same to all: `mine` goes to every other rank, receive[r] comes from rank r. One round.
