@@ -36,7 +36,7 @@ using Bytes = std::span<std::byte>;
 inline constexpr int kNoRank = -1;
 
 // What a rank sends and receives in one step. Either peer may be kNoRank if its side is empty, but
-// not the rank itself.
+// not the rank itself. What is received must not overlap anything that is on its way.
 struct Message {
   std::span<const ConstBytes> send = {};  // pieces, which arrive as one message
   int to = kNoRank;
