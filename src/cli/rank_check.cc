@@ -129,7 +129,8 @@ struct RankProblem::Impl {
     report.pairs.resize(ranks);
     RunRanks(setup.ranks, [&](Communicator& comm) {
       RankResources resources(setup);
-      body(comm, resources);
+      const auto decorated = setup.decorate ? setup.decorate(comm) : nullptr;
+      body(decorated ? *decorated : comm, resources);
       const std::size_t rank = Index(comm.rank());
       report.counters[rank] = comm.counters();
       report.peak_bytes[rank] = resources.memory.peak();

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -30,6 +31,8 @@ struct RankSetup {
   std::int64_t page_slots = 0;  // of the pages in which a rank's keys lie; 0: they are dense
   ThreadRanks ranks;
   Isa isa = DefaultIsa();
+  // What a schedule gets instead of each rank's communicator; for tests.
+  std::function<std::unique_ptr<Communicator>(Communicator&)> decorate = {};
 };
 
 // A batch of sequences, whole, with the oracle's answer, which is computed once: on first use, for
