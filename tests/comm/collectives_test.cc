@@ -70,7 +70,8 @@ std::vector<int> UpTo(int n) {
   return ranks;
 }
 
-// The formulas of collectives.h, rank by rank.
+// The formulas of collectives.h, rank by rank. A rank without a fold sends its first message at
+// once, beside the folds, so that not every chain is longer for them.
 CommCounters CostOfAllReduce(int n, int rank, std::int64_t bytes) {
   const int core = static_cast<int>(std::bit_floor(static_cast<unsigned>(n)));
   const int k = std::bit_width(static_cast<unsigned>(n)) - 1;

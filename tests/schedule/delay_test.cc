@@ -54,7 +54,9 @@ TEST_P(DelayTest, RandomSchedulesEndAndAreExact) {
   for (int run = 0; run < kRuns; ++run) {
     const std::size_t problem = random() % kProblems;
     const int kind = static_cast<int>(random() % 4);  // decoding twice: it has more schedules
-    const Schedule schedule = kDecodeSchedules[random() % std::size(kDecodeSchedules)];
+    const std::size_t pick = random() % (std::size(kDecodeSchedules) + 1);
+    const Schedule schedule =
+        pick < std::size(kDecodeSchedules) ? kDecodeSchedules[pick] : Schedule::kAuto;
     const int node_size = 1 + static_cast<int>(random() % 4);
     const test::Disturbance disturbance{.seed = static_cast<unsigned>(random()),
                                         .delay_percent = static_cast<int>(random() % 30)};

@@ -121,6 +121,9 @@ std::vector<Call> AllCalls() {
                      .spec = BaseSpec(),
                      .options = {.schedule = schedule, .node_size = 2}});
   }
+  calls.push_back({.what = Call::kDecode,
+                   .spec = BaseSpec(),
+                   .options = {.schedule = Schedule::kAuto, .node_size = 2}});
   for (const Schedule schedule : {Schedule::kRingKv, Schedule::kRingQ}) {
     calls.push_back(
         {.what = Call::kPrefill, .spec = BaseSpec(), .options = {.schedule = schedule}});
@@ -287,7 +290,7 @@ TEST_P(FaultTest, ARankThatDoesNotCallIsMissedInTime) {
             if (comm.rank() != absent) Make(call, comm);
           });
       const std::string& what = outcomes[(absent + 1) % n_].what;
-      const std::string step = call.what == Call::kDecode    ? "decode"
+      const std::string step = call.what == Call::kDecode    ? "(choose|decode)"
                                : call.what == Call::kReduce  ? "merge"
                                : call.what == Call::kPrefill ? "prefill"
                                                              : "prefill backward";
