@@ -90,7 +90,7 @@ struct ThreadRanks {
 };
 
 // Communicators between threads of this process. Bytes are copied from the sender's memory to the
-// receiver's, by whichever of the two comes later.
+// receiver's, once: by whichever of the two comes later, or by both if they are many.
 class ThreadGroup {
  public:
   // Throws ArgumentError unless 1 <= ranks <= kMaxRanks, 0 < timeout <= kMaxTimeout and

@@ -27,6 +27,7 @@ void KeepFreedMemory() {
   constexpr int kNever = 1 << 30;
   mallopt(M_MMAP_THRESHOLD, kNever);
   mallopt(M_TRIM_THRESHOLD, kNever);
+  mallopt(M_ARENA_MAX, 1);  // the others cannot hold large buffers
 #endif
 }
 

@@ -260,10 +260,10 @@ TEST(DroppedTransferTest, APeerThatIsCopyingIsWaitedFor) {
   for (int repetition = 0; repetition < 160; ++repetition) {
     const bool sends = repetition % 2 == 0;
     const bool throws = repetition / 2 % 2 == 0;
-    const auto delay = std::chrono::microseconds(random() % 800);
+    const auto delay = std::chrono::microseconds(random() % 1600);
     std::atomic<bool> started{false};
     std::atomic<bool> copying{false};
-    std::atomic<bool> copied{false};
+    std::atomic<bool> started_too{false};
     const Outcomes outcomes = RunAndRecord({.ranks = 2, .timeout = kLong}, [&](Communicator& comm) {
       const int other = 1 - comm.rank();
       const bool sender = (comm.rank() == 0) == sends;
@@ -280,15 +280,16 @@ TEST(DroppedTransferTest, APeerThatIsCopyingIsWaitedFor) {
         if (throws) throw std::runtime_error("dropped");
         transfer.reset();
         std::fill(memory.begin(), memory.end(), kOverwritten);
-        while (!copied) std::this_thread::yield();
+        while (!started_too) std::this_thread::yield();
+        std::this_thread::sleep_for(1ms);
         EXPECT_TRUE(all_are(memory, kOverwritten));
         throw std::runtime_error("dropped");
       }
       while (!started) std::this_thread::yield();
       copying = true;
-      const auto transfer = comm.Start(message);  // copies, unless rank 0 was faster
-      copied = true;
-      transfer->Wait();
+      const auto transfer = comm.Start(message);
+      started_too = true;
+      transfer->Wait();  // copies what it can, unless rank 0 was faster
       EXPECT_TRUE(all_are(memory, kNew)) << "half a message";
     });
     // Rank 1 may have been stopped before its Start by what rank 0 threw.

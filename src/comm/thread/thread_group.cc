@@ -2,9 +2,10 @@
 //
 // Between every two ranks there is a channel in each direction: a short ring of slots, one a
 // message. The sender and the receiver both enter where their bytes are; whoever comes second
-// copies them straight from one to the other and marks the slot as moved. So there is one copy, no
-// buffer in between, and no waiting for a partner that has not come yet. A slot's state is one
-// atomic word: nobody takes a lock.
+// copies them straight from one to the other and marks the slot as moved. A large message is only
+// marked as matched then: both ranks copy chunks of it while they wait, or one alone if the other
+// still computes. So there is one copy, no buffer in between, and no waiting for a partner that has
+// not come yet. A slot's state is one atomic word: nobody takes a lock.
 //
 // A slot is always free when its turn comes: a rank that starts message m has waited for message
 // m - kMaxPending, which its peer therefore has started, and so waited for m - 2 * kMaxPending.
@@ -14,6 +15,7 @@
 #include <atomic>
 #include <cstring>
 #include <exception>
+#include <limits>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -28,15 +30,19 @@ namespace {
 
 constexpr std::chrono::microseconds kSpin{50};
 
+// Messages of more bytes are copied in chunks of so many, by both ranks.
+constexpr std::size_t kChunk = std::size_t{1} << 18;
+
 // Bits of a slot's state.
 enum : std::uint32_t {
   kSent = 1,        // the sender's fields are set
   kReady = 2,       // the receiver's are
-  kMoved = 4,       // the bytes have been copied
-  kRejected = 8,    // the two sides do not match
-  kWithdrawn = 16,  // one side has given up; the slot is never used again
-  kSenderDone = 32,
-  kReceiverDone = 64,
+  kMatched = 4,     // either side may copy chunks of a large message
+  kMoved = 8,       // the bytes have been copied
+  kRejected = 16,   // the two sides do not match
+  kWithdrawn = 32,  // one side has given up; the slot is never used again
+  kSenderDone = 64,
+  kReceiverDone = 128,
 };
 
 // What one side of a message enters.
@@ -48,15 +54,33 @@ struct Side {
 
 struct alignas(64) Slot {
   std::atomic<std::uint32_t> state{0};
+  // A large message's bytes, once matched; its chunks that somebody copies or has copied; and those
+  // that are copied.
+  std::size_t bytes = 0;
+  std::atomic<std::size_t> claimed{0};
+  std::atomic<std::size_t> copied{0};
   std::int64_t depth = 0;  // rounds that led to this message
   // Borrowed from the transfers of both sides until the bytes have been moved.
   const Side* sender = nullptr;
   std::span<const ConstBytes> pieces;
   const Side* receiver = nullptr;
   std::byte* target = nullptr;
+
+  std::size_t chunks() const { return (bytes + kChunk - 1) / kChunk; }
 };
 
 constexpr std::size_t kSlots = 2 * Communicator::kMaxPending;
+
+// Copies bytes [begin, end) of a message.
+void CopyBytes(const Slot& slot, std::size_t begin, std::size_t end) {
+  std::size_t first = 0;  // of the piece
+  for (const ConstBytes& piece : slot.pieces) {
+    const std::size_t from = std::max(begin, first);
+    const std::size_t to = std::min(end, first + piece.size());
+    if (from < to) std::memcpy(slot.target + from, piece.data() + (from - first), to - from);
+    first += piece.size();
+  }
+}
 
 // Where one rank is in a channel. Of that rank alone.
 struct alignas(64) End {
@@ -140,7 +164,8 @@ class ThreadGroup::Rank final : public Communicator {
   // Waits until ready(), the failure of the group, or the deadline; throws in the last two cases.
   template <class Ready>
   void Await(const Ready& ready, int peer);
-  void Copy(Slot& slot, int from, int to) noexcept;
+  // Of a slot that both sides have entered, by the second: copies a small message.
+  void Match(Slot& slot, int from, int to) noexcept;
   void Reject(Slot& slot, int from, int to) noexcept;
 
   State& state_;
@@ -222,20 +247,45 @@ class ThreadGroup::Rank::Move final : public Transfer {
   void Enter(Slot& slot, std::uint32_t own, std::uint32_t others, int peer, int from, int to) {
     const std::uint32_t before = slot.state.fetch_or(own, std::memory_order_acq_rel);
     if ((before & others) == 0 || (before & kWithdrawn) != 0) return;
-    rank_.Copy(slot, from, to);
+    rank_.Match(slot, from, to);
     rank_.state_.event(peer).Notify();
   }
 
-  void AwaitMoved(const Slot& slot, int peer) {
-    rank_.Await(
-        [&] { return (slot.state.load(std::memory_order_acquire) & (kMoved | kRejected)) != 0; },
-        peer);
-    if ((slot.state.load(std::memory_order_acquire) & kRejected) != 0) rank_.state_.ThrowFailure();
+  void AwaitMoved(Slot& slot, int peer) {
+    AwaitAny(slot, kMatched | kMoved | kRejected, peer);
+    if (IsAny(slot, kMatched)) {
+      CopyChunks(slot, peer);
+      AwaitAny(slot, kMoved, peer);
+    }
+    if (IsAny(slot, kRejected)) rank_.state_.ThrowFailure();
+  }
+
+  static bool IsAny(const Slot& slot, std::uint32_t states) {
+    return (slot.state.load(std::memory_order_acquire) & states) != 0;
+  }
+
+  void AwaitAny(const Slot& slot, std::uint32_t states, int peer) {
+    rank_.Await([&] { return IsAny(slot, states); }, peer);
+  }
+
+  // Copies what the peer has not begun to copy.
+  void CopyChunks(Slot& slot, int peer) {
+    for (;;) {
+      const std::size_t chunk = slot.claimed.fetch_add(1, std::memory_order_relaxed);
+      if (chunk >= slot.chunks()) return;
+      CopyBytes(slot, chunk * kChunk, std::min(slot.bytes, (chunk + 1) * kChunk));
+      if (slot.copied.fetch_add(1, std::memory_order_acq_rel) + 1 == slot.chunks()) {
+        slot.state.fetch_or(kMoved, std::memory_order_acq_rel);
+        rank_.state_.event(peer).Notify();
+      }
+    }
   }
 
   // The second to leave frees the slot. Nobody waits for that.
   static void Leave(Post& post, std::uint32_t own, std::uint32_t others) {
     if ((post.slot->state.fetch_or(own, std::memory_order_acq_rel) & others) != 0) {
+      post.slot->claimed.store(0, std::memory_order_relaxed);
+      post.slot->copied.store(0, std::memory_order_relaxed);
       post.slot->state.store(0, std::memory_order_release);
     }
     post.end->pending &= ~post.pending;
@@ -246,15 +296,20 @@ class ThreadGroup::Rank::Move final : public Transfer {
   // and so is never used again.
   static void Withdraw(Slot& slot, std::uint32_t others) {
     std::uint32_t state = slot.state.load(std::memory_order_acquire);
-    while ((state & (kMoved | kRejected | others)) == 0) {
+    while ((state & (kRejected | others)) == 0) {
       if (slot.state.compare_exchange_weak(state, state | kWithdrawn, std::memory_order_acq_rel)) {
         return;
       }
     }
-    // The other side is copying, or has: that ends without anyone's help.
-    while ((slot.state.load(std::memory_order_acquire) & (kMoved | kRejected | kWithdrawn)) == 0) {
-      std::this_thread::yield();
-    }
+    // The other side has entered: it finds a match, or copies, without anyone's help.
+    while (!IsAny(slot, kMatched | kMoved | kRejected | kWithdrawn)) std::this_thread::yield();
+    if (!IsAny(slot, kMatched)) return;
+    // It shall copy no chunk that it has not begun.
+    constexpr std::size_t kAll = std::numeric_limits<std::size_t>::max() / 2;
+    const std::size_t claimed = slot.claimed.exchange(kAll, std::memory_order_relaxed);
+    if (claimed >= kAll) return;  // it has withdrawn, too
+    const std::size_t begun = std::min(claimed, slot.chunks());
+    while (slot.copied.load(std::memory_order_acquire) < begun) std::this_thread::yield();
   }
 
   Rank& rank_;
@@ -331,19 +386,17 @@ void ThreadGroup::Rank::Await(const Ready& ready, int peer) {
   state_.ThrowFailure();
 }
 
-void ThreadGroup::Rank::Copy(Slot& slot, int from, int to) noexcept {
+void ThreadGroup::Rank::Match(Slot& slot, int from, int to) noexcept {
   if (slot.sender->bytes != slot.receiver->bytes ||
       slot.sender->signature != slot.receiver->signature) {
     Reject(slot, from, to);
-    return;
+  } else if (slot.sender->bytes > kChunk) {
+    slot.bytes = slot.sender->bytes;
+    slot.state.fetch_or(kMatched, std::memory_order_acq_rel);
+  } else {
+    CopyBytes(slot, 0, slot.sender->bytes);
+    slot.state.fetch_or(kMoved, std::memory_order_acq_rel);
   }
-  std::byte* target = slot.target;
-  for (const ConstBytes& piece : slot.pieces) {
-    if (piece.empty()) continue;
-    std::memcpy(target, piece.data(), piece.size());
-    target += piece.size();
-  }
-  slot.state.fetch_or(kMoved, std::memory_order_acq_rel);
 }
 
 void ThreadGroup::Rank::Reject(Slot& slot, int from, int to) noexcept {
