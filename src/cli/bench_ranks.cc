@@ -16,7 +16,7 @@ namespace {
 
 struct Options {
   RankWork work = RankWork::kDecode;
-  std::vector<std::string> schedules;
+  std::vector<std::string> schedules;  // empty: all that there are
   std::vector<std::string> layouts;
   std::vector<int> ranks{2};
   int threads = 1;
@@ -35,8 +35,9 @@ struct Options {
   std::string json;
 };
 
-// One device with as many threads: what ranks are compared with.
+// One device with as many threads.
 RankCase Baseline(RankCase c) {
+  c.baseline = true;
   c.schedule = c.work == RankWork::kDecode ? Schedule::kTree : Schedule::kRingKv;
   c.layout = LayoutKind::kContiguous;
   c.threads *= c.ranks;
@@ -84,15 +85,13 @@ std::vector<RankCase> MakeCases(const Options& options) {
   return cases;
 }
 
-bool IsBaseline(const RankCase& c) { return c.ranks == 1 && c.work != RankWork::kMerge; }
-
 nlohmann::ordered_json ToJson(const RankCase& c, const RankMeasurement& m) {
   const double median = Median(m.seconds);
   const bool merge = c.work == RankWork::kMerge;
   nlohmann::ordered_json row{
       {"case", Name(c.work)},
-      {"schedule", IsBaseline(c) ? nlohmann::ordered_json() : Name(m.schedule)},
-      {"layout", IsBaseline(c) || merge ? nlohmann::ordered_json() : Name(c.layout)},
+      {"schedule", c.baseline ? nlohmann::ordered_json() : Name(m.schedule)},
+      {"layout", c.baseline || merge ? nlohmann::ordered_json() : Name(c.layout)},
       {"ranks", c.ranks},
       {"threads", c.threads},
       {"context", merge ? nlohmann::ordered_json() : nlohmann::ordered_json(c.context)},
@@ -113,6 +112,8 @@ nlohmann::ordered_json ToJson(const RankCase& c, const RankMeasurement& m) {
       {"rounds", m.rounds},
       {"peak_bytes_per_rank", m.peak_bytes},
       {"balance", merge ? nlohmann::ordered_json() : nlohmann::ordered_json(m.balance)},
+      {"reproducible_cost",
+       m.costs.empty() ? nlohmann::ordered_json() : nlohmann::ordered_json(Median(m.costs))},
       {"max_error", m.max_error},
       {"verified", m.max_error <= m.bound}};
   for (const PredictedCost& cost : m.predicted) {
@@ -127,20 +128,35 @@ void PrintHeader() {
               "rounds", "peak MB", "error");
 }
 
+// In a unit that leaves a few digits.
+std::string FormatTime(double seconds) {
+  char text[32];
+  if (seconds < 0.01) {
+    std::snprintf(text, sizeof(text), "%.1f us", seconds * 1e6);
+  } else if (seconds < 10.0) {
+    std::snprintf(text, sizeof(text), "%.1f ms", seconds * 1e3);
+  } else {
+    std::snprintf(text, sizeof(text), "%.1f s", seconds);
+  }
+  return text;
+}
+
 void PrintRow(const RankCase& c, const RankMeasurement& m) {
   const bool merge = c.work == RankWork::kMerge;
   char limit[16] = "-";
   if (!m.fractions.empty()) std::snprintf(limit, sizeof(limit), "%.2f", Median(m.fractions));
   char context[24] = "-";
   if (!merge) std::snprintf(context, sizeof(context), "%lld", static_cast<long long>(c.context));
-  std::printf("%-8s %-10s %-10s %5d %7d %8s %9.1f us %6s %12lld %8lld %6lld %10.1f %9.1e  %s\n",
+  char cost[48] = "";
+  if (!m.costs.empty()) std::snprintf(cost, sizeof(cost), ", %.2fx normal", Median(m.costs));
+  std::printf("%-8s %-10s %-10s %5d %7d %8s %12s %6s %12lld %8lld %6lld %10.1f %9.1e  %s%s\n",
               std::string(Name(c.work)).c_str(),
-              IsBaseline(c) ? "one device" : std::string(Name(m.schedule)).c_str(),
-              IsBaseline(c) || merge ? "-" : std::string(Name(c.layout)).c_str(), c.ranks,
-              c.threads, context, Median(m.seconds) * 1e6, limit, static_cast<long long>(m.bytes),
-              static_cast<long long>(m.messages), static_cast<long long>(m.rounds),
-              static_cast<double>(m.peak_bytes) / 1e6, m.max_error,
-              m.max_error <= m.bound ? "ok" : "WRONG");
+              c.baseline ? "one device" : std::string(Name(m.schedule)).c_str(),
+              c.baseline || merge ? "-" : std::string(Name(c.layout)).c_str(), c.ranks, c.threads,
+              context, FormatTime(Median(m.seconds)).c_str(), limit,
+              static_cast<long long>(m.bytes), static_cast<long long>(m.messages),
+              static_cast<long long>(m.rounds), static_cast<double>(m.peak_bytes) / 1e6,
+              m.max_error, m.max_error <= m.bound ? "ok" : "WRONG", cost);
   std::fflush(stdout);
 }
 
@@ -155,7 +171,13 @@ void PrintPrediction(const RankMeasurement& m) {
   }
 }
 
-void Run(const Options& options) {
+void Run(Options options) {
+  if (options.schedules.empty()) {
+    for (const Schedule schedule : kDecodeSchedules) {
+      const bool both = schedule == Schedule::kTree || schedule == Schedule::kGather;
+      if (both || !options.reproducible) options.schedules.emplace_back(Name(schedule));
+    }
+  }
   Validate(AttentionSpec::Make(options.heads, options.kv_heads, options.head_dim));
   const std::vector<RankCase> cases = MakeCases(options);
   const Isa isa = DefaultIsa();
@@ -180,7 +202,7 @@ void Run(const Options& options) {
     const RankMeasurement m = MeasureRanks(cases[i], timing);
     if (print) PrintRow(cases[i], m);
     // Once for each shape: right after its first row over ranks.
-    const bool first = i > 0 && IsBaseline(cases[i - 1]) && !IsBaseline(cases[i]);
+    const bool first = i > 0 && cases[i - 1].baseline && !cases[i].baseline;
     if (print && options.explain && first) PrintPrediction(m);
     if (!(m.max_error <= m.bound)) wrong = &cases[i];
     rows.push_back(ToJson(cases[i], m));
@@ -284,36 +306,33 @@ void AddRing(CLI::App& bench, RankWork work, const char* name, const char* what)
 void AddBenchDecode(CLI::App& bench) {
   auto options = std::make_shared<Options>();
   options->work = RankWork::kDecode;
-  for (const Schedule schedule : kDecodeSchedules) {
-    options->schedules.emplace_back(Name(schedule));
-  }
   options->layouts = {"striped"};
   options->contexts = {65536};
   options->dtypes = {"bf16"};
   options->heads = 32;
   options->kv_heads = 8;
   CLI::App* command = AddCommand(bench, "decode", "Decoding over ranks, by each schedule", options);
-  command->add_option("--schedule", options->schedules, "How ranks share the work")
+  command
+      ->add_option("--schedule", options->schedules,
+                   "How ranks share the work (default: all but auto)")
       ->delimiter(',')
       ->check(CLI::IsMember(
           {"tree", "gather", "tree-3", "heads", "two-level", "ring-kv", "ring-q", "auto"}))
-      ->capture_default_str()
       ->type_name("LIST");
   command->add_option("--node-size", options->node_size, "Ranks of a node (default: all)")
       ->check(CLI::Range(1, ThreadGroup::kMaxRanks))
       ->type_name("N");
   command->add_flag("--reproducible", options->reproducible,
-                    "The same bits for every number of ranks; tree and gather only");
+                    "The same bits for every number of ranks, and what that costs; tree and gather "
+                    "only");
   command->add_flag("--explain", options->explain,
                     "Print what the cost model predicts for every schedule");
   command->footer(
       "The first row is one device with as many threads. Rows of case `merge` time the reduction "
+      "of partials\nalone, without keys. `bytes`, `messages` and `rounds` are those of one step, "
       "of "
-      "partials\nalone, without keys. `bytes`, `messages` and `rounds` are those of one step, of "
-      "the "
-      "rank with most.\nResults are checked against the float64 oracle. docs/bench.md derives "
-      "every "
-      "column.\n\n"
+      "the rank with most.\nResults are checked against the float64 oracle. docs/bench.md derives "
+      "every column.\n\n"
       "Examples:\n  treeline bench decode\n"
       "  treeline bench decode --ranks 2,4 --schedule tree,ring-kv,auto --explain\n"
       "  treeline bench decode --ranks 4 --schedule tree --reproducible --json -");

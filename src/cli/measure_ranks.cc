@@ -93,8 +93,16 @@ std::vector<ShardedTask> MakeTasks(const RankCase& c, const Problem& problem, in
   return tasks;
 }
 
-// Times step() on all ranks: the time from when all begin until all have ended, as rank 0 sees it,
-// between two measurements of the limit.
+// The time of step() on all ranks, from when all begin until all have ended, as a rank sees it.
+double TimeStep(Communicator& comm, const std::function<void()>& step) {
+  Barrier(comm);
+  return TimeOnce([&] {
+    step();
+    Barrier(comm);
+  });
+}
+
+// Times step() on all ranks, between two measurements of the limit.
 void Time(Communicator& comm, const RankTiming& timing, int steps,
           const std::function<double()>& limit, const std::function<void()>& step,
           RankMeasurement& m) {
@@ -182,7 +190,7 @@ RankMeasurement MeasureDecode(const RankCase& c, const RankTiming& timing) {
     RankMemory memory = MakeMemory(c, problem, comm.rank(), tracker);
     const std::vector<ShardedTask> tasks = MakeTasks(c, problem, comm.rank(), memory);
     DecodeOptions options{c.schedule, c.node_size, c.reproducible};
-    CostModel model = MeasureCost(comm, backend, c.node_size);
+    const CostModel model = MeasureCost(comm, backend, c.node_size);
     const auto step = [&] { Decode(comm, backend, spec, tasks, options); };
     if (comm.rank() == 0) m.predicted = PredictDecode(spec, tasks, c.ranks, c.node_size, model);
     if (options.schedule == Schedule::kAuto) {
@@ -202,6 +210,13 @@ RankMeasurement MeasureDecode(const RankCase& c, const RankTiming& timing) {
         },
         step, m);
     if (comm.rank() == 0) CheckRows(c, problem, 0, memory, m);
+    if (!c.reproducible) return;
+    const DecodeOptions normal{options.schedule, options.node_size};
+    for (int i = 0; i < timing.repeats; ++i) {
+      const double plain = TimeStep(comm, [&] { Decode(comm, backend, spec, tasks, normal); });
+      const double cost = TimeStep(comm, step) / plain;
+      if (comm.rank() == 0) m.costs.push_back(cost);
+    }
   });
   counted.Fill(m);
   return m;

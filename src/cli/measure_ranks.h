@@ -21,6 +21,7 @@ enum class RankWork : std::uint8_t {
 std::string_view Name(RankWork work);
 
 struct RankCase {
+  bool baseline = false;  // one device: what ranks are compared with
   RankWork work = RankWork::kDecode;
   Schedule schedule = Schedule::kTree;
   LayoutKind layout = LayoutKind::kStriped;
@@ -39,6 +40,7 @@ struct RankCase {
 struct RankMeasurement {
   std::vector<double> seconds;
   std::vector<double> fractions;  // of the limit, measured next to each time; empty: none
+  std::vector<double> costs;      // reproducible: time over that of normal steps, taken by turns
   double work = 0.0;              // bytes or floating-point operations of all ranks
   std::int64_t bytes = 0;         // a step, of the rank that sends most
   std::int64_t messages = 0;
