@@ -69,7 +69,7 @@ struct alignas(64) Slot {
   std::size_t chunks() const { return (bytes + kChunk - 1) / kChunk; }
 };
 
-constexpr std::size_t kSlots = 2 * Communicator::kMaxPending;
+constexpr std::size_t kSlots = std::size_t{2} * Communicator::kMaxPending;
 
 // Copies bytes [begin, end) of a message.
 void CopyBytes(const Slot& slot, std::size_t begin, std::size_t end) {
