@@ -2,7 +2,7 @@
 
 JOBS ?= $(shell nproc)
 # Labels of which `make test` must have run at least one test each.
-TEST_LABELS := unit ranks
+TEST_LABELS := unit ranks mpi
 
 .DEFAULT_GOAL := build
 .NOTPARALLEL:  # prerequisites are steps in order; Ninja and CTest run in parallel inside one
@@ -61,6 +61,7 @@ asan: setup  ## all tests under the address and undefined-behaviour sanitizers
 # Randomised addresses can clash with the ones that gcc's thread sanitizer needs; where the system
 # lets a process switch them off, do.
 tsan: launcher := $(shell setarch -R true 2>/dev/null && echo setarch -R)
+tsan: TEST_LABELS := unit ranks  # Open MPI is not built for it
 tsan: setup  ## all tests under the thread sanitizer
 	@$(call configure,tsan)
 	@$(call compile,tsan)

@@ -7,7 +7,6 @@ endif()
 file(CONFIGURE OUTPUT "${OUTPUT}" @ONLY CONTENT [[#pragma once
 
 namespace treeline::cli {
-inline constexpr char kVersion[] = "@VERSION@";
 inline constexpr char kCommit[] = "@commit@";
 inline constexpr char kCompiler[] = "@COMPILER@";
 }  // namespace treeline::cli

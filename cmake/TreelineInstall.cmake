@@ -40,6 +40,17 @@ install(FILES "${PROJECT_BINARY_DIR}/package/treelineConfig.cmake"
         DESTINATION "${package_dir}")
 install(EXPORT treelineTargets NAMESPACE treeline:: DESTINATION "${package_dir}")
 
+# Component mpi, apart from the rest: who does not ask for it needs no MPI.
+if(TARGET treeline_mpi)
+  set_target_properties(treeline_mpi PROPERTIES
+    VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR})
+  install(TARGETS treeline_mpi EXPORT treelineMpiTargets
+          ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR}
+          LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR}
+          RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+  install(EXPORT treelineMpiTargets NAMESPACE treeline:: DESTINATION "${package_dir}")
+endif()
+
 # For pkg-config. Whoever links the static library also links what it needs: Highway, threads, and
 # from C the C++ runtime.
 set(pc_requires "")

@@ -15,8 +15,13 @@ function(treeline_add_test name)
   # Values would show as raw bytes, padding included; names of instances say what they are.
   gtest_discover_tests(${name} NO_PRETTY_VALUES DISCOVERY_TIMEOUT 60
                        PROPERTIES LABELS ${arg_LABEL} TIMEOUT 600)
-  list(TRANSFORM arg_SOURCES PREPEND "${CMAKE_CURRENT_SOURCE_DIR}/")
-  set(TREELINE_TEST_SOURCES ${TREELINE_TEST_SOURCES} ${arg_SOURCES}
+  treeline_register_test_source(${arg_SOURCES})
+endfunction()
+
+# Says that a program has these sources.
+function(treeline_register_test_source)
+  list(TRANSFORM ARGN PREPEND "${CMAKE_CURRENT_SOURCE_DIR}/")
+  set(TREELINE_TEST_SOURCES ${TREELINE_TEST_SOURCES} ${ARGN}
       CACHE INTERNAL "test sources that are registered")
 endfunction()
 

@@ -8,6 +8,8 @@
 #include <span>
 #include <string_view>
 
+#include "treeline/context.h"
+
 namespace treeline {
 
 // What a rank has sent since the counters were reset: payload only, nothing to itself.
@@ -55,6 +57,8 @@ class Communicator {
 
   virtual int rank() const = 0;
   virtual int size() const = 0;
+  // The host of every rank, numbered from 0 in the order of their first ranks.
+  virtual std::span<const int> hosts() const = 0;
   // How long any wait lasts at most.
   virtual std::chrono::milliseconds timeout() const = 0;
 
@@ -67,6 +71,10 @@ class Communicator {
   // or the transfer that was started kMaxPending before this one, to the same rank or from the same
   // rank, has not been waited for. Throws CommError if a rank has failed.
   virtual std::unique_ptr<Transfer> Start(const Message& message) = 0;
+
+  // Moves messages on where nobody else does while this rank computes. True if a rank has failed:
+  // nothing that is computed now will be of use.
+  virtual bool Progress() noexcept = 0;
 
   // Ends the group: every wait of every rank throws CommError with this rank and `why`. What the
   // first rank to fail says is kept.
@@ -83,18 +91,24 @@ class Communicator {
   void Exchange(ConstBytes send, int to, Bytes receive, int from);
 };
 
+// To be put into the context of what is computed between Start and Wait.
+inline Poll ProgressOf(Communicator& comm) {
+  return {[](void* argument) { return static_cast<Communicator*>(argument)->Progress(); }, &comm};
+}
+
 struct ThreadRanks {
   int ranks = 1;
   std::chrono::milliseconds timeout{60'000};
-  int threads_per_rank = 1;  // waits spin only while all threads have a core
+  int threads_per_rank = 1;         // waits spin only while all threads have a core
+  std::span<const int> hosts = {};  // to pretend, as in Communicator::hosts; empty: all share one
 };
 
 // Communicators between threads of this process. Bytes are copied from the sender's memory to the
 // receiver's, once: by whichever of the two comes later, or by both if they are many.
 class ThreadGroup {
  public:
-  // Throws ArgumentError unless 1 <= ranks <= kMaxRanks, 0 < timeout <= kMaxTimeout and
-  // threads_per_rank is positive.
+  // Throws ArgumentError unless 1 <= ranks <= kMaxRanks, 0 < timeout <= kMaxTimeout,
+  // threads_per_rank is positive, and hosts are numbered as they should be.
   explicit ThreadGroup(const ThreadRanks& options);
   ~ThreadGroup();
   ThreadGroup(const ThreadGroup&) = delete;

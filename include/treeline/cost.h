@@ -23,7 +23,7 @@ struct CostModel {
 };
 
 // Measures the links between neighbouring ranks, and the backend, in some milliseconds. Nodes are
-// `node_size` ranks. Collective; the result is rank 0's, on all ranks.
+// as in DecodeOptions. Collective; the result is rank 0's, on all ranks.
 CostModel MeasureCost(Communicator& comm, Backend& backend, int node_size);
 
 // A schedule's traffic and predicted time for one step of decoding.
@@ -39,9 +39,9 @@ struct PredictedCost {
 };
 
 // Every decode schedule, the cheapest first.
-std::vector<PredictedCost> PredictDecode(const AttentionSpec& spec,
-                                         std::span<const ShardedTask> tasks, int ranks,
-                                         int node_size, const CostModel& model);
+std::vector<PredictedCost> PredictDecode(const Communicator& comm, const AttentionSpec& spec,
+                                         std::span<const ShardedTask> tasks, int node_size,
+                                         const CostModel& model);
 
 // The cheapest schedule. Rank 0 chooses and tells the others: ranks that chose for themselves could
 // differ, and would wait for each other for ever. Collective.

@@ -43,8 +43,8 @@ struct ShardedTask {
 
 struct DecodeOptions {
   Schedule schedule = Schedule::kTree;
-  // Ranks of a node for kTwoLevel: [0, node_size), [node_size, 2 * node_size), …
-  int node_size = 1;
+  // Nodes of kTwoLevel: [0, node_size), [node_size, 2 * node_size), …; 0: the ranks of each host.
+  int node_size = 0;
   // The same bits for every number of ranks that divides 64 and any number of threads. Needs the
   // striped layout with a run of 1, and kTree or kGather.
   bool reproducible = false;

@@ -20,6 +20,7 @@
 #include "treeline/isa.h"
 #include "treeline/memory.h"
 #include "treeline/thread_pool.h"
+#include "treeline/version.h"
 
 // NOLINTBEGIN(readability-identifier-naming): C names
 
@@ -253,7 +254,7 @@ treeline_status Fail(treeline_status status, const char* message) noexcept {
 using namespace treeline;
 using namespace treeline::c_api;
 
-const char* treeline_version(void) { return TREELINE_VERSION; }
+const char* treeline_version(void) { return treeline::Version().data(); }
 
 const char* treeline_last_error(void) { return last_error; }
 

@@ -7,6 +7,7 @@
 #include "cli/limits.h"
 #include "cli/machine.h"
 #include "cli/measure_kernel.h"
+#include "cli/ranks.h"
 #include "cli/report.h"
 #include "core/check.h"
 #include "treeline/thread_pool.h"
@@ -177,7 +178,7 @@ void RunBenchKernel(const BenchOptions& options) {
   const Machine machine = DescribeMachine();
   ThreadPool pool(options.threads);
   const Limits limits = MeasureLimits({.pool = &pool, .isa = isa});
-  const bool print = options.json != "-";
+  const bool print = options.json != "-" && IsFirst();
   if (print) {
     std::printf("%s, %s, %d threads: reads %.1f GB/s, multiplies and adds %.1f GFLOP/s\n",
                 machine.cpu.c_str(), std::string(Name(isa)).c_str(), options.threads,

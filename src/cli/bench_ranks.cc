@@ -7,6 +7,7 @@
 #include "cli/deal.h"
 #include "cli/limits.h"
 #include "cli/measure_ranks.h"
+#include "cli/ranks.h"
 #include "cli/report.h"
 #include "core/check.h"
 #include "treeline/thread_pool.h"
@@ -18,7 +19,7 @@ struct Options {
   RankWork work = RankWork::kDecode;
   std::vector<std::string> schedules;  // empty: all that there are
   std::vector<std::string> layouts;
-  std::vector<int> ranks{2};
+  std::vector<int> ranks;
   int threads = 1;
   std::vector<std::int64_t> contexts;
   std::vector<std::string> dtypes;
@@ -28,10 +29,11 @@ struct Options {
   int batch = 1;
   int node_size = 0;
   int repeats = 7;
-  double timeout = 60.0;
+  RankOptions where;
   std::uint64_t seed = 1;
   bool reproducible = false;
   bool explain = false;
+  std::string links;
   std::string json;
 };
 
@@ -42,7 +44,7 @@ RankCase Baseline(RankCase c) {
   c.layout = LayoutKind::kContiguous;
   c.threads *= c.ranks;
   c.ranks = 1;
-  c.node_size = 1;
+  c.node_size = 0;
   c.reproducible = false;
   return c;
 }
@@ -61,11 +63,11 @@ std::vector<RankCase> MakeCases(const Options& options) {
                    .head_dim = options.head_dim,
                    .dtype = ParseDType(dtype),
                    .batch = options.batch,
-                   .node_size = options.node_size > 0 ? options.node_size : ranks,
+                   .node_size = options.node_size,
                    .reproducible = options.reproducible};
         Require(c.dtype != DType::kQ8_0 || c.work != RankWork::kTrain,
                 "train has no q8_0 kernel; it takes f32, bf16 and f16");
-        cases.push_back(Baseline(c));
+        if (Processes() == nullptr) cases.push_back(Baseline(c));
         for (const std::string& layout : options.layouts) {
           c.layout = ParseLayout(layout);
           for (const std::string& schedule : options.schedules) {
@@ -74,6 +76,10 @@ std::vector<RankCase> MakeCases(const Options& options) {
           }
         }
         if (options.work != RankWork::kDecode) continue;
+        if (Processes() != nullptr) {
+          c.work = RankWork::kMpiSum;
+          cases.push_back(c);
+        }
         c.work = RankWork::kMerge;
         for (const std::string& schedule : options.schedules) {
           c.schedule = ParseSchedule(schedule);
@@ -85,12 +91,14 @@ std::vector<RankCase> MakeCases(const Options& options) {
   return cases;
 }
 
+bool HasSchedule(const RankCase& c) { return !c.baseline && c.work != RankWork::kMpiSum; }
+
 nlohmann::ordered_json ToJson(const RankCase& c, const RankMeasurement& m) {
   const double median = Median(m.seconds);
-  const bool merge = c.work == RankWork::kMerge;
+  const bool merge = c.work == RankWork::kMerge || c.work == RankWork::kMpiSum;
   nlohmann::ordered_json row{
       {"case", Name(c.work)},
-      {"schedule", c.baseline ? nlohmann::ordered_json() : Name(m.schedule)},
+      {"schedule", HasSchedule(c) ? Name(m.schedule) : nlohmann::ordered_json()},
       {"layout", c.baseline || merge ? nlohmann::ordered_json() : Name(c.layout)},
       {"ranks", c.ranks},
       {"threads", c.threads},
@@ -142,7 +150,7 @@ std::string FormatTime(double seconds) {
 }
 
 void PrintRow(const RankCase& c, const RankMeasurement& m) {
-  const bool merge = c.work == RankWork::kMerge;
+  const bool merge = c.work == RankWork::kMerge || c.work == RankWork::kMpiSum;
   char limit[16] = "-";
   if (!m.fractions.empty()) std::snprintf(limit, sizeof(limit), "%.2f", Median(m.fractions));
   char context[24] = "-";
@@ -151,7 +159,9 @@ void PrintRow(const RankCase& c, const RankMeasurement& m) {
   if (!m.costs.empty()) std::snprintf(cost, sizeof(cost), ", %.2fx normal", Median(m.costs));
   std::printf("%-8s %-10s %-10s %5d %7d %8s %12s %6s %12lld %8lld %6lld %10.1f %9.1e  %s%s\n",
               std::string(Name(c.work)).c_str(),
-              c.baseline ? "one device" : std::string(Name(m.schedule)).c_str(),
+              HasSchedule(c) ? std::string(Name(m.schedule)).c_str()
+              : c.baseline   ? "one device"
+                             : "-",
               c.baseline || merge ? "-" : std::string(Name(c.layout)).c_str(), c.ranks, c.threads,
               context, FormatTime(Median(m.seconds)).c_str(), limit,
               static_cast<long long>(m.bytes), static_cast<long long>(m.messages),
@@ -172,6 +182,7 @@ void PrintPrediction(const RankMeasurement& m) {
 }
 
 void Run(Options options) {
+  options.ranks = JoinRanks(options.where, options.ranks, {2}, options.threads);
   if (options.schedules.empty()) {
     for (const Schedule schedule : kDecodeSchedules) {
       const bool both = schedule == Schedule::kTree || schedule == Schedule::kGather;
@@ -184,25 +195,28 @@ void Run(Options options) {
   const Machine machine = DescribeMachine();
   const int most = *std::max_element(options.ranks.begin(), options.ranks.end());
   ThreadPool pool(std::min(most * options.threads, machine.cores));
-  const Limits limits = MeasureLimits({.pool = &pool, .isa = isa});
-  const bool print = options.json != "-";
+  // One process measures: others would only disturb it.
+  const Limits limits = IsFirst() ? MeasureLimits({.pool = &pool, .isa = isa}) : Limits{};
+  const bool print = options.json != "-" && IsFirst();
   if (print) {
     std::printf("%s, %s: reads %.1f GB/s, multiplies and adds %.1f GFLOP/s\n", machine.cpu.c_str(),
                 std::string(Name(isa)).c_str(), limits.read_gbps, limits.fma_gflops);
     PrintHeader();
   }
-  const RankTiming timing{
-      .repeats = options.repeats,
-      .timeout = std::chrono::milliseconds(static_cast<std::int64_t>(options.timeout * 1e3)),
-      .seed = options.seed};
+  const RankTiming timing{.repeats = options.repeats,
+                          .timeout = options.where.milliseconds(),
+                          .seed = options.seed,
+                          .links = options.links};
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
   const RankCase* wrong = nullptr;
   Progress progress("bench", print ? 0 : cases.size());
   for (std::size_t i = 0; i < cases.size(); ++i) {
     const RankMeasurement m = MeasureRanks(cases[i], timing);
+    if (!IsFirst()) continue;
     if (print) PrintRow(cases[i], m);
     // Once for each shape: right after its first row over ranks.
-    const bool first = i > 0 && cases[i - 1].baseline && !cases[i].baseline;
+    const bool first = cases[i].work == RankWork::kDecode && !cases[i].baseline &&
+                       (i == 0 || cases[i - 1].baseline || cases[i - 1].work != cases[i].work);
     if (print && options.explain && first) PrintPrediction(m);
     if (!(m.max_error <= m.bound)) wrong = &cases[i];
     rows.push_back(ToJson(cases[i], m));
@@ -220,10 +234,9 @@ void Run(Options options) {
 CLI::App* AddCommand(CLI::App& bench, const char* name, const char* what,
                      const std::shared_ptr<Options>& options) {
   CLI::App* command = bench.add_subcommand(name, what);
-  command->add_option("--ranks", options->ranks, "Numbers of ranks")
+  command->add_option("--ranks", options->ranks, "Numbers of ranks (default: 2, or mpirun's)")
       ->delimiter(',')
       ->check(CLI::Range(1, ThreadGroup::kMaxRanks))
-      ->capture_default_str()
       ->type_name("LIST");
   command->add_option("--threads", options->threads, "Threads of each rank")
       ->check(CLI::Range(1, ThreadPool::kMaxThreads))
@@ -264,10 +277,7 @@ CLI::App* AddCommand(CLI::App& bench, const char* name, const char* what,
       ->check(CLI::Range(1, 10000))
       ->capture_default_str()
       ->type_name("N");
-  command->add_option("--timeout", options->timeout, "Longest wait for another rank")
-      ->check(CLI::Range(0.001, 86400.0))
-      ->capture_default_str()
-      ->type_name("SECONDS");
+  AddRankOptions(*command, options->where);
   command->add_option("--seed", options->seed, "Seed of the inputs")
       ->capture_default_str()
       ->type_name("N");
@@ -319,9 +329,14 @@ void AddBenchDecode(CLI::App& bench) {
       ->check(CLI::IsMember(
           {"tree", "gather", "tree-3", "heads", "two-level", "ring-kv", "ring-q", "auto"}))
       ->type_name("LIST");
-  command->add_option("--node-size", options->node_size, "Ranks of a node (default: all)")
+  command
+      ->add_option("--node-size", options->node_size, "Ranks of a node (default: those of a host)")
       ->check(CLI::Range(1, ThreadGroup::kMaxRanks))
       ->type_name("N");
+  command
+      ->add_option("--links", options->links,
+                   "What links cost, from a file that info --comm --json wrote (default: measured)")
+      ->type_name("FILE");
   command->add_flag("--reproducible", options->reproducible,
                     "The same bits for every number of ranks, and what that costs; tree and gather "
                     "only");

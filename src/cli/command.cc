@@ -7,6 +7,7 @@
 #include <iostream>
 
 #include "cli/machine.h"
+#include "cli/ranks.h"
 #include "core/check.h"
 
 namespace treeline::cli {
@@ -26,7 +27,7 @@ CLI::Option* AddThreadsOption(CLI::App& command, int& threads) {
 }
 
 void WriteJson(const std::string& file, const nlohmann::ordered_json& json) {
-  if (file.empty()) return;
+  if (file.empty() || !IsFirst()) return;
   const std::string text = json.dump(2) + "\n";
   if (file == "-") {
     std::cout << text << std::flush;
@@ -39,7 +40,9 @@ void WriteJson(const std::string& file, const nlohmann::ordered_json& json) {
 }
 
 Progress::Progress(std::string what, std::size_t total)
-    : what_(std::move(what)), total_(total), shown_(total > 0 && isatty(STDERR_FILENO) == 1) {}
+    : what_(std::move(what)),
+      total_(total),
+      shown_(total > 0 && IsFirst() && isatty(STDERR_FILENO) == 1) {}
 
 Progress::~Progress() {
   if (shown_ && last_percent_ >= 0) std::fputs("\r\033[K", stderr);

@@ -1,12 +1,17 @@
+#include <algorithm>
 #include <cstdio>
 #include <memory>
 #include <optional>
 
 #include "cli/command.h"
 #include "cli/limits.h"
+#include "cli/links.h"
 #include "cli/machine.h"
 #include "cli/problem.h"
+#include "cli/ranks.h"
 #include "cli/report.h"
+#include "treeline/cost.h"
+#include "treeline/errors.h"
 #include "treeline/thread_pool.h"
 
 namespace treeline::cli {
@@ -14,6 +19,9 @@ namespace {
 
 struct InfoOptions {
   int threads = 1;
+  bool comm = false;
+  RankOptions where;
+  std::vector<int> ranks;
   std::string json;
 };
 
@@ -27,12 +35,41 @@ std::string Size(std::size_t bytes) {
   return text;
 }
 
+// The ranks and what their links cost, as JSON; also printed. Collective.
+nlohmann::ordered_json DescribeRanks(const InfoOptions& options, bool print) {
+  const std::vector<int> ranks = JoinRanks(options.where, options.ranks, {2}, 1);
+  if (ranks.size() != 1) throw ArgumentError("info takes one number of --ranks");
+  nlohmann::ordered_json json;
+  RunOverRanks(
+      {.ranks = ranks[0], .timeout = options.where.milliseconds()}, [&](Communicator& comm) {
+        CpuBackend backend;
+        const CostModel model = MeasureCost(comm, backend, 0);
+        if (comm.rank() != 0) return;
+        const std::span<const int> hosts = comm.hosts();
+        const int count = 1 + *std::ranges::max_element(hosts);
+        json = LinksToJson(model);
+        json["ranks"] = comm.size();
+        json["hosts"] = hosts;
+        if (!print) return;
+        std::printf("ranks             %d %s on %d host%s\n", comm.size(),
+                    Processes() == nullptr ? "threads" : "processes", count, count == 1 ? "" : "s");
+        const auto show = [](const char* what, const LinkCost& link) {
+          std::printf("%-17s latency %.1f us, %.3f GB/s\n", what, link.latency * 1e6,
+                      link.bytes_per_second / 1e9);
+        };
+        if (count < comm.size()) show("within a host", model.within);
+        if (count > 1) show("between hosts", model.between);
+      });
+  return json;
+}
+
 void RunInfo(const InfoOptions& options) {
   const Machine machine = DescribeMachine();
   ThreadPool pool(options.threads);
   const Context context{.pool = &pool, .isa = DefaultIsa()};
-  const Limits limits = MeasureLimits(context);
-  if (options.json != "-") {
+  // Of several processes, one measures: the others would only disturb it.
+  const Limits limits = IsFirst() ? MeasureLimits(context) : Limits{};
+  if (options.json != "-" && IsFirst()) {
     std::string isas;
     for (Isa isa : machine.isas) isas.append(isas.empty() ? "" : ", ").append(Name(isa));
     std::printf("treeline          %s (%s, %s)\n", machine.version.c_str(), machine.commit.c_str(),
@@ -50,7 +87,10 @@ void RunInfo(const InfoOptions& options) {
     std::printf("FMA peak          %.1f GFLOP/s (%d threads, f32)\n", limits.fma_gflops,
                 options.threads);
   }
-  WriteJson(options.json, {{"machine", ToJson(machine, *context.isa)}, {"limits", ToJson(limits)}});
+  nlohmann::ordered_json json{{"machine", ToJson(machine, *context.isa)},
+                              {"limits", ToJson(limits)}};
+  if (options.comm) json["comm"] = DescribeRanks(options, options.json != "-");
+  WriteJson(options.json, json);
 }
 
 }  // namespace
@@ -64,7 +104,23 @@ void AddInfo(CLI::App& program) {
   auto options = std::make_shared<InfoOptions>();
   AddThreadsOption(*command, options->threads);
   AddJsonOption(*command, options->json);
-  command->callback([options] { RunInfo(*options); });
+  CLI::Option* comm =
+      command
+          ->add_option("--comm", options->where.comm,
+                       "Also show the ranks, their hosts, and what links cost: threads, or the "
+                       "processes that mpirun has started (threads or mpi)")
+          ->expected(0, 1)
+          ->check(CLI::IsMember({"threads", "mpi", "{}"}))
+          ->type_name("WHAT");
+  command->add_option("--ranks", options->ranks, "Number of ranks (default: 2, or mpirun's)")
+      ->check(CLI::Range(1, ThreadGroup::kMaxRanks))
+      ->type_name("N");
+  AddTimeoutOption(*command, options->where);
+  command->callback([options, comm] {
+    options->comm = comm->count() > 0;
+    if (options->where.comm == "{}") options->where.comm.clear();
+    RunInfo(*options);
+  });
 }
 
 }  // namespace treeline::cli

@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "cli/build_info.h"
+#include "treeline/version.h"
 
 namespace treeline::cli {
 namespace {
@@ -44,7 +45,7 @@ Machine DescribeMachine() {
   Machine machine;
   machine.cores = UsableCores();
   machine.isas = AttainableIsas();
-  machine.version = kVersion;
+  machine.version = Version();
   machine.commit = kCommit;
   machine.compiler = kCompiler;
   const Topology topology = LoadTopology();

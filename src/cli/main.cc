@@ -1,23 +1,36 @@
 #include <malloc.h>
 
+#include <algorithm>
+#include <array>
 #include <cstdio>
 #include <exception>
 #include <new>
 
 #include "cli/command.h"
 #include "cli/machine.h"
+#include "cli/ranks.h"
 #include "treeline/errors.h"
 
 namespace {
 
 enum ExitCode { kSuccess = 0, kOther = 1, kUsage = 2, kCommunication = 3, kBadFile = 4 };
 
-// One line on standard error, whatever the message holds. Cannot throw.
+// One line on standard error, whatever the message holds, and written at once: other ranks may
+// write, too. Cannot throw.
 int Fail(ExitCode code, const char* message, const char* hint = "") {
-  std::fputs("treeline: error: ", stderr);
-  for (; *message != '\0'; ++message) std::fputc(*message == '\n' ? ' ' : *message, stderr);
-  std::fprintf(stderr, "%s\n", hint);
+  std::array<char, 4096> line;
+  const int length =
+      std::snprintf(line.data(), line.size() - 1, "treeline: error: %s%s", message, hint);
+  char* const end = line.data() + std::min<std::size_t>(length, line.size() - 2);
+  std::replace(line.data(), end, '\n', ' ');
+  *end = '\n';
+  std::fwrite(line.data(), 1, static_cast<std::size_t>(end + 1 - line.data()), stderr);
   return code;
+}
+
+// Usage errors are the same on all ranks: one says them.
+int FailUsage(const char* message, const char* hint = "") {
+  return treeline::cli::IsFirst() ? Fail(kUsage, message, hint) : kUsage;
 }
 
 // Keeps large buffers that are freed, so that the next step gets the same pages again. Otherwise a
@@ -52,16 +65,16 @@ int Run(int argc, char** argv) {
   return kSuccess;
 }
 
-}  // namespace
-
-int main(int argc, char** argv) {
-  KeepFreedMemory();
+// The exit code of a command, whose error has been said.
+int RunOrFail(int argc, char** argv) {
   try {
-    return Run(argc, argv);
+    const int code = Run(argc, argv);
+    treeline::cli::LeaveRanks();
+    return code;
   } catch (const CLI::ParseError& error) {
-    return Fail(kUsage, error.what(), " (see treeline --help)");
+    return FailUsage(error.what(), " (see treeline --help)");
   } catch (const treeline::ArgumentError& error) {
-    return Fail(kUsage, error.what());
+    return FailUsage(error.what());
   } catch (const treeline::CommError& error) {
     return Fail(kCommunication, error.what());
   } catch (const treeline::FormatError& error) {
@@ -71,4 +84,13 @@ int main(int argc, char** argv) {
   } catch (const std::exception& error) {
     return Fail(kOther, error.what());
   }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  KeepFreedMemory();
+  const int code = RunOrFail(argc, argv);
+  if (code != kSuccess) treeline::cli::EndRanks(code);
+  return code;
 }

@@ -7,6 +7,9 @@
 
 #include "cli/deal.h"
 #include "cli/limits.h"
+#include "cli/links.h"
+#include "cli/ranks.h"
+#include "comm/mpi/mpi_world.h"
 #include "schedule/collectives/collectives.h"
 #include "treeline/memory.h"
 #include "treeline/reference.h"
@@ -118,7 +121,8 @@ void Time(Communicator& comm, const RankTiming& timing, int steps,
     m.seconds.push_back(seconds);
     if (!limit) continue;
     const double after = limit();
-    m.fractions.push_back(m.work / seconds / ((before + after) / 2));
+    const int hosts = 1 + *std::ranges::max_element(comm.hosts());
+    m.fractions.push_back(m.work / seconds / ((before + after) / 2 * hosts));
   }
 }
 
@@ -129,6 +133,12 @@ struct Counted {
   std::vector<CommCounters> counters;
   std::vector<std::size_t> peaks;
   std::vector<std::int64_t> pairs;
+
+  void Share(Communicator& comm) {
+    FillIn<CommCounters>(comm, counters);
+    FillIn<std::size_t>(comm, peaks);
+    FillIn<std::int64_t>(comm, pairs);
+  }
 
   void Fill(RankMeasurement& m) const {
     double sum = 0.0;
@@ -183,16 +193,17 @@ RankMeasurement MeasureDecode(const RankCase& c, const RankTiming& timing) {
   m.work = static_cast<double>(problem.kv_bytes());
   m.bound = kBound;
   Counted counted(c.ranks);
-  RunRanks({c.ranks, timing.timeout, c.threads}, [&](Communicator& comm) {
+  RunOverRanks({c.ranks, timing.timeout, c.threads}, [&](Communicator& comm) {
     ThreadPool pool(c.threads);
     MemoryTracker tracker;
-    CpuBackend backend({.pool = &pool, .memory = &tracker});
+    CpuBackend backend({.pool = &pool, .memory = &tracker, .poll = ProgressOf(comm)});
     RankMemory memory = MakeMemory(c, problem, comm.rank(), tracker);
     const std::vector<ShardedTask> tasks = MakeTasks(c, problem, comm.rank(), memory);
     DecodeOptions options{c.schedule, c.node_size, c.reproducible};
-    const CostModel model = MeasureCost(comm, backend, c.node_size);
+    CostModel model = MeasureCost(comm, backend, c.node_size);
+    ReadLinks(timing.links, model);
     const auto step = [&] { Decode(comm, backend, spec, tasks, options); };
-    if (comm.rank() == 0) m.predicted = PredictDecode(spec, tasks, c.ranks, c.node_size, model);
+    if (comm.rank() == 0) m.predicted = PredictDecode(comm, spec, tasks, c.node_size, model);
     if (options.schedule == Schedule::kAuto) {
       options.schedule = ChooseDecode(comm, spec, tasks, c.node_size, model);
     }
@@ -210,6 +221,7 @@ RankMeasurement MeasureDecode(const RankCase& c, const RankTiming& timing) {
         },
         step, m);
     if (comm.rank() == 0) CheckRows(c, problem, 0, memory, m);
+    counted.Share(comm);
     if (!c.reproducible) return;
     const DecodeOptions normal{options.schedule, options.node_size};
     for (int i = 0; i < timing.repeats; ++i) {
@@ -252,10 +264,10 @@ RankMeasurement MeasureMerge(const RankCase& c, const RankTiming& timing) {
     for (std::size_t d = 0; d < dim; ++d) want_out[row * dim + d] /= total;
     want_lse[row] = std::log(total);
   }
-  RunRanks({c.ranks, timing.timeout, c.threads}, [&](Communicator& comm) {
+  RunOverRanks({c.ranks, timing.timeout, c.threads}, [&](Communicator& comm) {
     ThreadPool pool(c.threads);
     MemoryTracker tracker;
-    CpuBackend backend({.pool = &pool, .memory = &tracker});
+    CpuBackend backend({.pool = &pool, .memory = &tracker, .poll = ProgressOf(comm)});
     std::vector<float> out = outs[Index(comm.rank())];
     std::vector<float> lse = lses[Index(comm.rank())];
     const Partial partial{out, lse, c.head_dim};
@@ -272,8 +284,27 @@ RankMeasurement MeasureMerge(const RankCase& c, const RankTiming& timing) {
     counted.counters[Index(comm.rank())] = comm.counters();
     counted.peaks[Index(comm.rank())] = tracker.peak();
     Time(comm, timing, kMergeSteps, nullptr, step, m);
+    counted.Share(comm);
   });
   counted.Fill(m);
+  return m;
+}
+
+// MPI's own all-reduce of as many floats.
+RankMeasurement MeasureMpiSum(const RankCase& c, const RankTiming& timing) {
+  RankMeasurement m;
+  m.bound = kBound;
+  RunOverRanks({c.ranks, timing.timeout, c.threads}, [&](Communicator& comm) {
+    const std::vector<float> ones(Index(std::int64_t{c.batch} * c.heads) * Index(c.head_dim + 1),
+                                  1.0f);
+    std::vector<float> sums(ones.size());
+    const auto step = [&] { MpiWorld::SumByMpi(ones, sums); };
+    step();
+    Time(comm, timing, kMergeSteps, nullptr, step, m);
+    for (const float sum : sums) {
+      m.max_error = std::max<double>(m.max_error, std::abs(sum - static_cast<float>(c.ranks)));
+    }
+  });
   return m;
 }
 
@@ -342,11 +373,11 @@ RankMeasurement MeasureRing(const RankCase& c, const RankTiming& timing) {
       whole[i].d_out.push_back(normal(random));
   }
   Counted counted(c.ranks);
-  RunRanks({c.ranks, timing.timeout, c.threads}, [&](Communicator& comm) {
+  RunOverRanks({c.ranks, timing.timeout, c.threads}, [&](Communicator& comm) {
     const int rank = comm.rank();
     ThreadPool pool(c.threads);
     MemoryTracker tracker;
-    CpuBackend backend({.pool = &pool, .memory = &tracker});
+    CpuBackend backend({.pool = &pool, .memory = &tracker, .poll = ProgressOf(comm)});
     RankMemory memory = MakeMemory(c, problem, rank, tracker);
     const std::vector<ShardedTask> tasks = MakeTasks(c, problem, rank, memory);
     std::vector<DealtRows> d_out;
@@ -399,6 +430,10 @@ RankMeasurement MeasureRing(const RankCase& c, const RankTiming& timing) {
       }
     }
     Barrier(comm);
+    for (WholeBackward& w : whole) {
+      FillIn<float>(comm, w.out);
+      FillIn<float>(comm, w.lse);
+    }
     if (rank == 0) {
       CheckRows(c, problem, 0, memory, m);
       if (train && memory.shards[0][0].count() > 0) {
@@ -415,6 +450,7 @@ RankMeasurement MeasureRing(const RankCase& c, const RankTiming& timing) {
     counted.pairs[Index(rank)] = backend.pairs() - pairs;
     Time(
         comm, timing, 1, [&] { return FmaPeak(everything); }, step, m);
+    counted.Share(comm);
   });
   counted.Fill(m);
   return m;
@@ -428,6 +464,8 @@ std::string_view Name(RankWork work) {
       return "decode";
     case RankWork::kMerge:
       return "merge";
+    case RankWork::kMpiSum:
+      return "mpi-sum";
     case RankWork::kPrefill:
       return "prefill";
     case RankWork::kTrain:
@@ -442,6 +480,8 @@ RankMeasurement MeasureRanks(const RankCase& c, const RankTiming& timing) {
       return MeasureDecode(c, timing);
     case RankWork::kMerge:
       return MeasureMerge(c, timing);
+    case RankWork::kMpiSum:
+      return MeasureMpiSum(c, timing);
     case RankWork::kPrefill:
     case RankWork::kTrain:
       return MeasureRing(c, timing);

@@ -15,6 +15,7 @@ namespace treeline::cli {
 enum class RankWork : std::uint8_t {
   kDecode,   // one query token a sequence, over keys on all ranks
   kMerge,    // the reduction of its partials alone
+  kMpiSum,   // MPI_Allreduce of as many floats, to compare with; over processes only
   kPrefill,  // causal self-attention
   kTrain,    // the same, and its gradients
 };
@@ -57,6 +58,7 @@ struct RankTiming {
   int repeats = 7;
   std::chrono::milliseconds timeout{60'000};
   std::uint64_t seed = 1;
+  std::string links = {};  // a file for ReadLinks; empty: they are measured
 };
 
 // Runs a case `repeats` times and checks some of its results against the oracle.

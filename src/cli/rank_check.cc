@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "cli/deal.h"
+#include "cli/ranks.h"
 #include "core/check.h"
 #include "treeline/thread_pool.h"
 
@@ -74,9 +75,9 @@ bool SameBits(const std::vector<T>& a, const std::vector<T>& b) {
 
 // What a rank has of its own: memory, counted, and threads.
 struct RankResources {
-  explicit RankResources(const RankSetup& setup)
+  RankResources(const RankSetup& setup, Communicator& comm)
       : pool(setup.ranks.threads_per_rank),
-        backend({.pool = &pool, .memory = &memory, .isa = setup.isa}) {}
+        backend({.pool = &pool, .memory = &memory, .isa = setup.isa, .poll = ProgressOf(comm)}) {}
 
   ThreadPool pool;
   MemoryTracker memory;
@@ -119,22 +120,31 @@ struct RankProblem::Impl {
     return expected;
   }
 
-  // Runs body(rank's communicator, resources, report) on every rank and fills in what it counted.
+  // Runs body(rank's communicator, resources) on every rank and fills in what it counted, and the
+  // parts of `results` that ranks have filled in.
   template <class Body>
-  RankReport Run(const RankSetup& setup, const Body& body) {
+  RankReport Run(const RankSetup& setup, std::span<const std::span<float>> results, float unwritten,
+                 const Body& body) {
     RankReport report;
     const std::size_t ranks = Index(setup.ranks.ranks);
     report.counters.resize(ranks);
     report.peak_bytes.resize(ranks);
     report.pairs.resize(ranks);
-    RunRanks(setup.ranks, [&](Communicator& comm) {
-      RankResources resources(setup);
+    const auto run = setup.in_process ? RunRanks : RunOverRanks;
+    run(setup.ranks, [&](Communicator& comm) {
+      RankResources resources(setup, comm);
+      comm.ResetCounters();
       const auto decorated = setup.decorate ? setup.decorate(comm) : nullptr;
       body(decorated ? *decorated : comm, resources);
       const std::size_t rank = Index(comm.rank());
       report.counters[rank] = comm.counters();
       report.peak_bytes[rank] = resources.memory.peak();
       report.pairs[rank] = resources.backend.pairs();
+      if (setup.in_process) return;
+      FillIn<CommCounters>(comm, report.counters);
+      FillIn<std::size_t>(comm, report.peak_bytes);
+      FillIn<std::int64_t>(comm, report.pairs);
+      for (const std::span<float> part : results) FillIn(comm, part, unwritten);
     });
     return report;
   }
@@ -152,26 +162,33 @@ struct RankProblem::Impl {
     const std::span<const AttendTask> tasks = problem.tasks();
     const int ranks = setup.ranks.ranks;
     std::vector<std::vector<Rows>> results(Index(ranks));  // [rank, task]
-    RankReport report = Run(setup, [&](Communicator& comm, RankResources& resources) {
-      std::vector<std::vector<Positions>> shards;
-      std::vector<DealtKeys> keys;
-      std::vector<Rows>& own = results[Index(comm.rank())];
-      std::vector<ShardedTask> sharded;
+    std::vector<std::span<float>> parts;
+    for (std::vector<Rows>& of_rank : results) {
       for (const AttendTask& task : tasks) {
-        shards.push_back(Deal(setup.layout, task.kv.slots, ranks));
-        keys.push_back(DealKeys(task.kv, shards.back()[Index(comm.rank())], setup.page_slots));
-        resources.memory.Add(Purpose::kShard, keys.back().bytes.size());
-        own.emplace_back(spec, task.q.tokens);
+        Rows& rows = of_rank.emplace_back(spec, task.q.tokens);
+        parts.insert(parts.end(), {rows.out, rows.lse});
       }
-      for (std::size_t i = 0; i < tasks.size(); ++i) {
-        AttendTask local = tasks[i];
-        local.kv = keys[i].view;
-        local.kv_positions = shards[i][Index(comm.rank())];
-        local.result = own[i].partial(spec);
-        sharded.push_back({.local = local, .kv_shards = shards[i]});
-      }
-      treeline::Decode(comm, resources.backend, spec, sharded, options);
-    });
+    }
+    RankReport report =
+        Run(setup, parts, Rows::kUnwritten, [&](Communicator& comm, RankResources& resources) {
+          std::vector<std::vector<Positions>> shards;
+          std::vector<DealtKeys> keys;
+          std::vector<Rows>& own = results[Index(comm.rank())];
+          std::vector<ShardedTask> sharded;
+          for (const AttendTask& task : tasks) {
+            shards.push_back(Deal(setup.layout, task.kv.slots, ranks));
+            keys.push_back(DealKeys(task.kv, shards.back()[Index(comm.rank())], setup.page_slots));
+            resources.memory.Add(Purpose::kShard, keys.back().bytes.size());
+          }
+          for (std::size_t i = 0; i < tasks.size(); ++i) {
+            AttendTask local = tasks[i];
+            local.kv = keys[i].view;
+            local.kv_positions = shards[i][Index(comm.rank())];
+            local.result = own[i].partial(spec);
+            sharded.push_back({.local = local, .kv_shards = shards[i]});
+          }
+          treeline::Decode(comm, resources.backend, spec, sharded, options);
+        });
     for (std::size_t i = 0; i < tasks.size(); ++i) {
       const Rows& rows = results[0][i];
       Compare(rows, i, report);
@@ -192,43 +209,47 @@ struct RankProblem::Impl {
     const std::span<const AttendTask> tasks = problem.tasks();
     std::vector<Rows> results;
     for (const AttendTask& task : tasks) results.emplace_back(spec, task.q.tokens);
-    RankReport report = Run(setup, [&](Communicator& comm, RankResources& resources) {
-      std::vector<std::vector<Positions>> shards;
-      std::vector<std::vector<Positions>> q_shards;
-      std::vector<DealtKeys> keys;
-      std::vector<DealtRows> queries;
-      std::vector<Rows> own;
-      std::vector<ShardedTask> sharded;
-      for (const AttendTask& task : tasks) {
-        const std::int64_t first = FirstQuery(task);
-        shards.push_back(Deal(setup.layout, task.kv.slots, comm.size()));
-        q_shards.push_back(DealQueries(shards.back(), first));
-        const Positions& positions = q_shards.back()[Index(comm.rank())];
-        keys.push_back(DealKeys(task.kv, shards.back()[Index(comm.rank())], setup.page_slots));
-        queries.push_back(DealRows(task.q, positions, first));
-        own.emplace_back(spec, positions.count());
-        resources.memory.Add(Purpose::kShard,
-                             keys.back().bytes.size() + queries.back().bytes.size());
-        resources.memory.Add(Purpose::kResult,
-                             (own.back().out.size() + own.back().lse.size()) * sizeof(float));
-      }
-      for (std::size_t i = 0; i < tasks.size(); ++i) {
-        sharded.push_back({.local = {.q = queries[i].view,
-                                     .q_positions = q_shards[i][Index(comm.rank())],
-                                     .kv = keys[i].view,
-                                     .kv_positions = shards[i][Index(comm.rank())],
-                                     .result = own[i].partial(spec)},
-                           .kv_shards = shards[i],
-                           .q_shards = q_shards[i]});
-      }
-      treeline::Prefill(comm, resources.backend, spec, sharded, schedule);
-      for (std::size_t i = 0; i < tasks.size(); ++i) {
-        const Positions& positions = q_shards[i][Index(comm.rank())];
-        const std::int64_t first = FirstQuery(tasks[i]);
-        Collect(own[i].out, positions, first, Values(spec.heads, spec.v_head_dim), results[i].out);
-        Collect(own[i].lse, positions, first, Index(spec.heads), results[i].lse);
-      }
-    });
+    std::vector<std::span<float>> parts;
+    for (Rows& rows : results) parts.insert(parts.end(), {rows.out, rows.lse});
+    RankReport report =
+        Run(setup, parts, Rows::kUnwritten, [&](Communicator& comm, RankResources& resources) {
+          std::vector<std::vector<Positions>> shards;
+          std::vector<std::vector<Positions>> q_shards;
+          std::vector<DealtKeys> keys;
+          std::vector<DealtRows> queries;
+          std::vector<Rows> own;
+          std::vector<ShardedTask> sharded;
+          for (const AttendTask& task : tasks) {
+            const std::int64_t first = FirstQuery(task);
+            shards.push_back(Deal(setup.layout, task.kv.slots, comm.size()));
+            q_shards.push_back(DealQueries(shards.back(), first));
+            const Positions& positions = q_shards.back()[Index(comm.rank())];
+            keys.push_back(DealKeys(task.kv, shards.back()[Index(comm.rank())], setup.page_slots));
+            queries.push_back(DealRows(task.q, positions, first));
+            own.emplace_back(spec, positions.count());
+            resources.memory.Add(Purpose::kShard,
+                                 keys.back().bytes.size() + queries.back().bytes.size());
+            resources.memory.Add(Purpose::kResult,
+                                 (own.back().out.size() + own.back().lse.size()) * sizeof(float));
+          }
+          for (std::size_t i = 0; i < tasks.size(); ++i) {
+            sharded.push_back({.local = {.q = queries[i].view,
+                                         .q_positions = q_shards[i][Index(comm.rank())],
+                                         .kv = keys[i].view,
+                                         .kv_positions = shards[i][Index(comm.rank())],
+                                         .result = own[i].partial(spec)},
+                               .kv_shards = shards[i],
+                               .q_shards = q_shards[i]});
+          }
+          treeline::Prefill(comm, resources.backend, spec, sharded, schedule);
+          for (std::size_t i = 0; i < tasks.size(); ++i) {
+            const Positions& positions = q_shards[i][Index(comm.rank())];
+            const std::int64_t first = FirstQuery(tasks[i]);
+            Collect(own[i].out, positions, first, Values(spec.heads, spec.v_head_dim),
+                    results[i].out);
+            Collect(own[i].lse, positions, first, Index(spec.heads), results[i].lse);
+          }
+        });
     for (std::size_t i = 0; i < tasks.size(); ++i) Compare(results[i], i, report);
     return report;
   }
@@ -263,7 +284,10 @@ struct RankProblem::Impl {
       results.push_back(sized(task.q.tokens, task.kv.slots));
     std::vector<std::vector<float>> d_sinks(Index(setup.ranks.ranks),
                                             std::vector<float>(spec.sinks.size()));
-    RankReport report = Run(setup, [&](Communicator& comm, RankResources& resources) {
+    std::vector<std::span<float>> parts;
+    for (Gradients& g : results) parts.insert(parts.end(), {g.dq, g.dk, g.dv});
+    parts.insert(parts.end(), d_sinks.begin(), d_sinks.end());
+    RankReport report = Run(setup, parts, 0.0f, [&](Communicator& comm, RankResources& resources) {
       std::vector<std::vector<Positions>> shards;
       std::vector<Positions> queries;  // of this rank
       std::vector<DealtKeys> keys;

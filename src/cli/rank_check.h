@@ -30,6 +30,7 @@ struct RankSetup {
   LayoutKind layout = LayoutKind::kStriped;
   std::int64_t page_slots = 0;  // of the pages in which a rank's keys lie; 0: they are dense
   ThreadRanks ranks;
+  bool in_process = false;  // ranks are threads, even where there are processes
   Isa isa = DefaultIsa();
   // What a schedule gets instead of each rank's communicator; for tests.
   std::function<std::unique_ptr<Communicator>(Communicator&)> decorate = {};

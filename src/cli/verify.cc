@@ -5,6 +5,7 @@
 #include "cli/check.h"
 #include "cli/command.h"
 #include "cli/machine.h"
+#include "cli/ranks.h"
 #include "cli/report.h"
 #include "cli/verify_ranks.h"
 #include "core/check.h"
@@ -19,7 +20,7 @@ struct VerifyOptions {
   std::uint64_t seed = 1;
   int threads = 1;
   std::vector<int> ranks;  // empty: kernels alone
-  double timeout = 60.0;
+  RankOptions where;
   std::string json;
 };
 
@@ -57,7 +58,7 @@ void RunVerify(const VerifyOptions& options) {
     }
   }
 
-  const bool print = options.json != "-";
+  const bool print = options.json != "-" && IsFirst();
   if (print)
     std::printf("%-8s %-9s %7s  %-11s %-9s\n", "isa", "kernel", "cases", "max error", "bound");
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
@@ -127,21 +128,19 @@ void AddVerify(CLI::App& program) {
       ->delimiter(',')
       ->check(CLI::Range(1, ThreadGroup::kMaxRanks))
       ->type_name("LIST");
-  command->add_option("--timeout", options->timeout, "Longest wait for another rank")
-      ->check(CLI::Range(0.001, 86400.0))
-      ->capture_default_str()
-      ->type_name("SECONDS");
+  AddRankOptions(*command, options->where);
   CLI::Option* threads = AddThreadsOption(*command, options->threads);
   AddJsonOption(*command, options->json);
   command->callback([options, threads] {
-    if (options->ranks.empty()) return RunVerify(*options);
-    VerifyRanks(
-        {.ranks = options->ranks,
-         .cases = options->cases,
-         .seed = options->seed,
-         .threads = threads->count() > 0 ? options->threads : 1,
-         .timeout = std::chrono::milliseconds(static_cast<std::int64_t>(options->timeout * 1e3)),
-         .json = options->json});
+    const int rank_threads = threads->count() > 0 ? options->threads : 1;
+    const std::vector<int> ranks = JoinRanks(options->where, options->ranks, {}, rank_threads);
+    if (ranks.empty()) return RunVerify(*options);
+    VerifyRanks({.ranks = ranks,
+                 .cases = options->cases,
+                 .seed = options->seed,
+                 .threads = rank_threads,
+                 .timeout = options->where.milliseconds(),
+                 .json = options->json});
   });
 }
 

@@ -10,6 +10,7 @@
 #include "cli/command.h"
 #include "cli/machine.h"
 #include "cli/rank_check.h"
+#include "cli/ranks.h"
 #include "cli/report.h"
 #include "core/check.h"
 
@@ -125,7 +126,7 @@ void VerifyRanks(const VerifyRanksOptions& options) {
       progress.Set(i + 1);
     }
   }
-  const bool print = options.json != "-";
+  const bool print = options.json != "-" && IsFirst();
   if (print) {
     std::printf("%-9s %-10s %-11s %7s  %-11s %-9s\n", "case", "schedule", "layout", "runs",
                 "max error", "bound");

@@ -1,6 +1,7 @@
 #include "comm/subgroup.h"
 
 #include <algorithm>
+#include <map>
 #include <utility>
 
 #include "core/check.h"
@@ -12,6 +13,11 @@ Subgroup::Subgroup(Communicator& parent, std::vector<int> members)
   const auto self = std::find(members_.begin(), members_.end(), parent.rank());
   Require(self != members_.end(), "rank ", parent.rank(), " is not in its own group");
   rank_ = static_cast<int>(self - members_.begin());
+  std::map<int, int> numbers;  // of the parent's hosts, here
+  for (const int member : members_) {
+    const int host = parent.hosts()[static_cast<std::size_t>(member)];
+    hosts_.push_back(numbers.emplace(host, static_cast<int>(numbers.size())).first->second);
+  }
 }
 
 std::unique_ptr<Transfer> Subgroup::Start(const Message& message) {

@@ -15,8 +15,10 @@ class Subgroup final : public Communicator {
 
   int rank() const override { return rank_; }
   int size() const override { return static_cast<int>(members_.size()); }
+  std::span<const int> hosts() const override { return hosts_; }
   std::chrono::milliseconds timeout() const override { return parent_.timeout(); }
   std::unique_ptr<Transfer> Start(const Message& message) override;
+  bool Progress() noexcept override { return parent_.Progress(); }
   void Abort(std::string_view why) noexcept override { parent_.Abort(why); }
   CommCounters counters() const override { return parent_.counters(); }
   void ResetCounters() override { parent_.ResetCounters(); }
@@ -29,6 +31,7 @@ class Subgroup final : public Communicator {
 
   Communicator& parent_;
   const std::vector<int> members_;
+  std::vector<int> hosts_;
   int rank_ = kNoRank;
 };
 

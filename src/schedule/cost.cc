@@ -4,11 +4,13 @@
 #include <array>
 #include <bit>
 #include <chrono>
+#include <cmath>
 #include <vector>
 
 #include "core/check.h"
 #include "schedule/collective_call.h"
 #include "schedule/collectives/collectives.h"
+#include "schedule/nodes.h"
 #include "schedule/packed_partial.h"
 
 namespace treeline {
@@ -56,17 +58,22 @@ double MeasureMessage(Communicator& comm, int a, int b, std::size_t bytes, int r
   return best;
 }
 
+// In about 0.05 s, or 30 latencies if that is longer.
 LinkCost MeasureLink(Communicator& comm, int a, int b) {
-  constexpr std::size_t kLarge = 1 << 20;
-  LinkCost link;
-  const double small = MeasureMessage(comm, a, b, 8, 20);
-  const double large = MeasureMessage(comm, a, b, kLarge, 5);
-  // Rank a tells all: what ranks measured differs a little.
-  std::array<double, 2> cost{small, std::max(large - small, 1e-9)};
+  const double small = MeasureMessage(comm, a, b, 8, 12);
+  constexpr std::size_t kSample = 16 << 10;
+  const double sample = std::max(MeasureMessage(comm, a, b, kSample, 3) - small, 1e-9);
+  // As many bytes as take some milliseconds, within bounds. Rank a decides, and tells all: what
+  // ranks measured differs a little.
+  constexpr double kTime = 4e-3;
+  constexpr double kLarge = 1 << 20;
+  std::array<double, 3> cost{
+      small, std::clamp(kTime / sample * kSample, static_cast<double>(kSample), kLarge), 0.0};
   Broadcast(comm, a, std::as_writable_bytes(std::span(cost)));
-  link.latency = cost[0];
-  link.bytes_per_second = static_cast<double>(kLarge) / cost[1];
-  return link;
+  const double large = MeasureMessage(comm, a, b, static_cast<std::size_t>(cost[1]), 4);
+  cost[2] = std::max(large - cost[0], 1e-9);
+  Broadcast(comm, a, std::as_writable_bytes(std::span(cost)));
+  return {.latency = cost[0], .bytes_per_second = std::floor(cost[1]) / cost[2]};
 }
 
 }  // namespace
@@ -75,7 +82,7 @@ PredictedCost Predict(Schedule schedule, const DecodeTraffic& shape, const CostM
   const int n = shape.ranks;
   const std::int64_t rows = shape.tokens * shape.heads;
   const std::int64_t partial = rows * shape.row_bytes;
-  const LinkCost& slow = shape.node_size >= n ? model.within : model.between;
+  const LinkCost& slow = shape.nodes == 1 ? model.within : model.between;
   const AllReduceSteps tree(n);
   PredictedCost cost{
       .schedule = schedule,
@@ -114,9 +121,8 @@ PredictedCost Predict(Schedule schedule, const DecodeTraffic& shape, const CostM
       break;
     }
     case Schedule::kTwoLevel: {
-      const int node = std::min(std::max(shape.node_size, 1), n);
-      const int nodes = static_cast<int>(CeilDiv(n, node));
-      const AllReduceSteps between(nodes);
+      const int node = shape.largest_node;
+      const AllReduceSteps between(shape.nodes);
       const int local = node > 1 ? 2 : 0;
       cost.rounds = local + between.rounds;
       cost.bytes = (between.sends + node - 1) * partial;
@@ -155,11 +161,13 @@ PredictedCost Predict(Schedule schedule, const DecodeTraffic& shape, const CostM
   return cost;
 }
 
-std::vector<PredictedCost> PredictDecode(const AttentionSpec& spec,
-                                         std::span<const ShardedTask> tasks, int ranks,
-                                         int node_size, const CostModel& model) {
-  DecodeTraffic shape{.ranks = ranks,
-                      .node_size = node_size,
+std::vector<PredictedCost> PredictDecode(const Communicator& comm, const AttentionSpec& spec,
+                                         std::span<const ShardedTask> tasks, int node_size,
+                                         const CostModel& model) {
+  const Nodes nodes(comm, node_size);
+  DecodeTraffic shape{.ranks = comm.size(),
+                      .nodes = nodes.count(),
+                      .largest_node = nodes.largest(),
                       .tokens = 0,
                       .heads = spec.heads,
                       .row_bytes = 4 * (std::int64_t{spec.v_head_dim} + 1),
@@ -188,7 +196,7 @@ Schedule ChooseDecode(Communicator& comm, const AttentionSpec& spec,
   RunCollective(comm, [&] {
     comm.SetStep("choose", Signature().Add(node_size).value());
     if (comm.rank() == 0) {
-      choice = PredictDecode(spec, tasks, comm.size(), node_size, model).front().schedule;
+      choice = PredictDecode(comm, spec, tasks, node_size, model).front().schedule;
     }
     Broadcast(comm, 0, std::as_writable_bytes(std::span(&choice, 1)));
   });
@@ -198,12 +206,15 @@ Schedule ChooseDecode(Communicator& comm, const AttentionSpec& spec,
 CostModel MeasureCost(Communicator& comm, Backend& backend, int node_size) {
   CostModel model;
   RunCollective(comm, [&] {
-    Require(node_size >= 1, "node_size is ", node_size, "; it must be at least 1");
+    const Nodes nodes(comm, node_size);
     comm.SetStep("measure", Signature().Add(node_size).value());
-    if (comm.size() > 1) {
-      model.within = MeasureLink(comm, 0, 1);
-      model.between = node_size < comm.size() ? MeasureLink(comm, 0, node_size) : model.within;
-    }
+    // Within the first node that has two ranks; between the first two nodes.
+    const std::vector<int> leaders = nodes.leaders();
+    const auto pair = std::find_if(leaders.begin(), leaders.end(),
+                                   [&](int rank) { return nodes.With(rank).size() > 1; });
+    if (pair != leaders.end()) model.within = MeasureLink(comm, *pair, nodes.With(*pair)[1]);
+    model.between = leaders.size() > 1 ? MeasureLink(comm, leaders[0], leaders[1]) : model.within;
+    if (pair == leaders.end()) model.within = model.between;
     // A merge of two partials of a few thousand rows, on all ranks at the same time.
     constexpr std::size_t kRows = 256;
     constexpr int kDim = 128;

@@ -9,7 +9,8 @@ namespace treeline {
 // The shape of one step of decoding, as far as traffic depends on it.
 struct DecodeTraffic {
   int ranks = 1;
-  int node_size = 1;
+  int nodes = 1;
+  int largest_node = 1;     // its ranks
   std::int64_t tokens = 1;  // query tokens of all sequences
   std::int64_t heads = 1;
   std::int64_t row_bytes = 0;  // of a partial's row: 4 * v_head_dim + 4

@@ -12,6 +12,7 @@
 #include "comm/subgroup.h"
 #include "core/check.h"
 #include "schedule/collectives/collectives.h"
+#include "schedule/nodes.h"
 #include "schedule/split.h"
 
 namespace treeline {
@@ -113,15 +114,11 @@ class Reduction {
   }
 
   // Members send to the first rank of their node, the first ranks reduce by a tree, and send back.
-  void TwoLevel(int node_size) {
-    const int n = comm_.size();
-    Require(node_size >= 1, "node_size is ", node_size, "; it must be at least 1");
-    const int leader = comm_.rank() / node_size * node_size;
-    std::vector<int> node;
-    for (int r = leader; r < std::min(leader + node_size, n); ++r) node.push_back(r);
+  void TwoLevel(const Nodes& nodes) {
+    const std::vector<int>& node = nodes.With(comm_.rank());
     Subgroup within(comm_, node);
     const std::size_t bytes = value_.bytes().size();
-    const bool leads = comm_.rank() == leader;
+    const bool leads = comm_.rank() == node.front();
     const TrackedBuffer in =
         backend_.Allocate(leads ? bytes * (node.size() - 1) : 0, Purpose::kInFlight);
     std::vector<Bytes> receive(node.size());
@@ -134,9 +131,7 @@ class Reduction {
     GatherTo(within, 0, value_.bytes(), receive);
     if (leads) {
       backend_.Merge(parts, value_.all());
-      std::vector<int> leaders;
-      for (int r = 0; r < n; r += node_size) leaders.push_back(r);
-      Subgroup between(comm_, leaders);
+      Subgroup between(comm_, nodes.leaders());
       Tree(between);
     }
     Broadcast(within, 0, value_.bytes());
@@ -249,7 +244,7 @@ void Reduce(Communicator& comm, Backend& backend, int heads, const PackedPartial
     case Schedule::kHeads:
       return reduction.Heads();
     case Schedule::kTwoLevel:
-      return reduction.TwoLevel(options.node_size);
+      return reduction.TwoLevel(Nodes(comm, options.node_size));
     case Schedule::kRingQ:
       return reduction.Chain();
     case Schedule::kRingKv:

@@ -287,6 +287,18 @@ TEST(ArgumentTest, GroupsHaveBounds) {
   EXPECT_THROW(RunRanks({.ranks = 0}, [](Communicator&) {}), ArgumentError);
 }
 
+TEST(ArgumentTest, HostsAreNumberedByTheirFirstRanks) {
+  for (const std::vector<int>& wrong :
+       {std::vector{0, 0}, std::vector{1, 0, 0}, std::vector{0, 2, 1}, std::vector{0, -1, 0}}) {
+    EXPECT_THROW(ThreadGroup({.ranks = 3, .hosts = wrong}), ArgumentError);
+  }
+  const std::vector<int> hosts{0, 1, 0};
+  ThreadGroup group({.ranks = 3, .hosts = hosts});
+  EXPECT_THAT(group.rank(2).hosts(), testing::ElementsAreArray(hosts));
+  ThreadGroup alike({.ranks = 2});
+  EXPECT_THAT(alike.rank(1).hosts(), testing::ElementsAre(0, 0));
+}
+
 // The longest timeout does not overflow into one that is over before it began.
 TEST(ArgumentTest, TheLongestTimeoutIsLong) {
   RunRanks({.ranks = 2, .timeout = ThreadGroup::kMaxTimeout}, [](Communicator& comm) {

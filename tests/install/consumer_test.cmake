@@ -6,6 +6,7 @@
 #       -D WORK_DIR=…                  emptied first
 #       -D PKG_CONFIG=…                builds main.c by pkg-config instead of CMake
 #       -D GENERATOR=… -D MAKE_PROGRAM=… -D C_COMPILER=… -D CXX_COMPILER=… -D C_FLAGS=… -D CXX_FLAGS=…
+#       -D MPIEXEC=…                   starts the program as 3 processes
 #       -D LINKER_FLAGS=… -D HWY_DIR=…    as in the build tree
 #       -P consumer_test.cmake
 
@@ -65,4 +66,7 @@ else()
       "-Dhwy_DIR=${HWY_DIR}")
   run("${CMAKE_COMMAND}" --build "${WORK_DIR}/build" --config "${CONFIG}")
 endif()
-run("${WORK_DIR}/bin/${name}")
+if(MPIEXEC)
+  set(launcher "${MPIEXEC}" -n 3)
+endif()
+run(${launcher} "${WORK_DIR}/bin/${name}")

@@ -357,7 +357,8 @@ TEST_P(RanksTest, CostModelKnowsBytesAndRounds) {
         const PredictedCost cost =
             Predict(schedule,
                     {.ranks = n_,
-                     .node_size = node_size,
+                     .nodes = n_ / node_size,
+                     .largest_node = node_size,
                      .tokens = batch.QueryTokens(),
                      .heads = batch.spec.heads,
                      .row_bytes = batch.RowWidth(),

@@ -32,7 +32,9 @@ class DisturbedCommunicator final : public Communicator {
 
   int rank() const override { return comm_.rank(); }
   int size() const override { return comm_.size(); }
+  std::span<const int> hosts() const override { return comm_.hosts(); }
   std::chrono::milliseconds timeout() const override { return comm_.timeout(); }
+  bool Progress() noexcept override { return comm_.Progress(); }
   void Abort(std::string_view why) noexcept override { comm_.Abort(why); }
   CommCounters counters() const override { return comm_.counters(); }
   void ResetCounters() override { comm_.ResetCounters(); }

@@ -161,6 +161,28 @@ TEST_P(RanksTest, GradientsAreExactForEveryLayoutAndOption) {
   }
 }
 
+// Hosts of unlike sizes, and ranks that are dealt to them by turns.
+TEST(HostsTest, TwoLevelFollowsThem) {
+  const std::vector<std::vector<int>> cases{{0}, {0, 0, 0, 1}, {0, 1, 1, 1, 2}, {0, 1, 0, 1, 0, 2}};
+  RankProblem problem(DecodeShape(65));
+  for (const std::vector<int>& hosts : cases) {
+    RankSetup setup = SetupOf(LayoutKind::kStriped, static_cast<int>(hosts.size()));
+    setup.ranks.hosts = hosts;
+    const RankReport report = problem.Decode(setup, {.schedule = Schedule::kTwoLevel});
+    EXPECT_LE(report.max_error, kBound);
+    EXPECT_TRUE(report.same_bits);
+    // A rank that does not lead its host sends one message, to the one that does.
+    std::vector<bool> seen(hosts.size());
+    for (std::size_t r = 0; r < hosts.size(); ++r) {
+      const auto host = static_cast<std::size_t>(hosts[r]);
+      if (seen[host]) {
+        EXPECT_EQ(report.counters[r].messages, 1) << "rank " << r;
+      }
+      seen[host] = true;
+    }
+  }
+}
+
 // Rows of q8_0 end at any even byte; f32 rows in the same message must still be aligned.
 TEST(MixedTypesTest, SequencesOfAllTypesGoRoundTogether) {
   constexpr int kRanks = 3;

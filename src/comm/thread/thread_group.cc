@@ -21,6 +21,7 @@
 #include <thread>
 #include <vector>
 
+#include "comm/channel_end.h"
 #include "comm/thread/event.h"
 #include "core/check.h"
 #include "treeline/comm.h"
@@ -69,8 +70,6 @@ struct alignas(64) Slot {
   std::size_t chunks() const { return (bytes + kChunk - 1) / kChunk; }
 };
 
-constexpr std::size_t kSlots = std::size_t{2} * Communicator::kMaxPending;
-
 // Copies bytes [begin, end) of a message.
 void CopyBytes(const Slot& slot, std::size_t begin, std::size_t end) {
   std::size_t first = 0;  // of the piece
@@ -82,22 +81,25 @@ void CopyBytes(const Slot& slot, std::size_t begin, std::size_t end) {
   }
 }
 
-// Where one rank is in a channel. Of that rank alone.
-struct alignas(64) End {
-  std::size_t next = 0;       // messages started so far
-  std::uint32_t pending = 0;  // a bit for every slot that this side has not left
-
-  bool full() const {
-    return (pending >> ((next + kSlots - Communicator::kMaxPending) % kSlots) & 1) != 0;
-  }
-};
-
-// Messages from one rank to another, in order.
+// Messages from one rank to another, in order. Each end is its rank's alone.
 struct Channel {
-  std::array<Slot, kSlots> slots;
-  End sender;
-  End receiver;
+  std::array<Slot, ChannelEnd::kPlaces> slots;
+  alignas(64) ChannelEnd sender;
+  alignas(64) ChannelEnd receiver;
 };
+
+// Throws ArgumentError unless hosts are numbered from 0 in the order of their first ranks.
+void RequireHosts(const ThreadRanks& options) {
+  if (options.hosts.empty()) return;
+  Require(options.hosts.size() == static_cast<std::size_t>(options.ranks), "hosts has ",
+          options.hosts.size(), " entries; there are ", options.ranks, " ranks");
+  int next = 0;
+  for (const int host : options.hosts) {
+    Require(host >= 0 && host <= next, "hosts has a ", host, " where at most ", next,
+            " can follow; they must be numbered in the order of their first ranks");
+    next = std::max(next, host + 1);
+  }
+}
 
 }  // namespace
 
@@ -106,6 +108,7 @@ class ThreadGroup::State {
   explicit State(const ThreadRanks& options);
 
   int size() const { return size_; }
+  std::span<const int> hosts() const { return hosts_; }
   std::chrono::milliseconds timeout() const { return timeout_; }
   std::chrono::microseconds spin() const { return spin_; }
   Channel& channel(int from, int to) {
@@ -123,6 +126,7 @@ class ThreadGroup::State {
 
  private:
   const int size_;
+  std::vector<int> hosts_;
   const std::chrono::milliseconds timeout_;
   const std::chrono::microseconds spin_;
   std::vector<Channel> channels_;
@@ -140,8 +144,10 @@ class ThreadGroup::Rank final : public Communicator {
 
   int rank() const override { return rank_; }
   int size() const override { return state_.size(); }
+  std::span<const int> hosts() const override { return state_.hosts(); }
   std::chrono::milliseconds timeout() const override { return state_.timeout(); }
   std::unique_ptr<Transfer> Start(const Message& message) override;
+  bool Progress() noexcept override { return state_.failed(); }
   void Abort(std::string_view why) noexcept override { state_.Fail(rank_, why); }
   CommCounters counters() const override { return counters_; }
   void ResetCounters() override { counters_ = {}; }
@@ -153,14 +159,6 @@ class ThreadGroup::Rank final : public Communicator {
  private:
   class Move;
 
-  void RequirePeer(int peer) const {
-    Require(peer >= 0 && peer < size() && peer != rank_, "rank ", rank_, " of ", size(),
-            " has no peer ", peer);
-  }
-  void RequireRoom(const End& end, const char* direction, int peer) const {
-    Require(!end.full(), "rank ", rank_, " has not waited for the transfer ", kMaxPending,
-            " before this one ", direction, " rank ", peer);
-  }
   // Waits until ready(), the failure of the group, or the deadline; throws in the last two cases.
   template <class Ready>
   void Await(const Ready& ready, int peer);
@@ -213,14 +211,13 @@ class ThreadGroup::Rank::Move final : public Transfer {
   struct Post {
     Side side;
     Slot* slot = nullptr;
-    End* end = nullptr;
-    std::uint32_t pending = 0;  // the slot's bit
+    ChannelEnd* end = nullptr;
+    std::size_t place = 0;
   };
 
-  void Take(Post& post, Channel& channel, End& end, std::size_t bytes) {
-    const std::size_t place = end.next++ % kSlots;
-    post = {{bytes, rank_.signature_, rank_.step_}, &channel.slots[place], &end, 1u << place};
-    end.pending |= post.pending;
+  void Take(Post& post, Channel& channel, ChannelEnd& end, std::size_t bytes) {
+    const std::size_t place = end.Take();
+    post = {{bytes, rank_.signature_, rank_.step_}, &channel.slots[place], &end, place};
   }
 
   void PostReceive() {
@@ -288,7 +285,7 @@ class ThreadGroup::Rank::Move final : public Transfer {
       post.slot->copied.store(0, std::memory_order_relaxed);
       post.slot->state.store(0, std::memory_order_release);
     }
-    post.end->pending &= ~post.pending;
+    post.end->Leave(post.place);
     post.slot = nullptr;
   }
 
@@ -321,6 +318,7 @@ class ThreadGroup::Rank::Move final : public Transfer {
 
 ThreadGroup::State::State(const ThreadRanks& options)
     : size_(options.ranks),
+      hosts_(options.hosts.begin(), options.hosts.end()),
       timeout_(options.timeout),
       spin_(std::int64_t{options.ranks} * options.threads_per_rank <=
                     std::int64_t{std::thread::hardware_concurrency()}
@@ -328,6 +326,7 @@ ThreadGroup::State::State(const ThreadRanks& options)
                 : std::chrono::microseconds{0}),
       channels_(static_cast<std::size_t>(options.ranks) * static_cast<std::size_t>(options.ranks)),
       events_(static_cast<std::size_t>(options.ranks)) {
+  hosts_.resize(static_cast<std::size_t>(size_));  // all 0 if none were given
   for (int r = 0; r < size_; ++r) ranks_.push_back(std::make_unique<Rank>(*this, r));
 }
 
@@ -353,20 +352,12 @@ void ThreadGroup::State::ThrowFailure() const {
 
 std::unique_ptr<Transfer> ThreadGroup::Rank::Start(const Message& message) {
   if (state_.failed()) state_.ThrowFailure();
-  if (message.to == kNoRank) {
-    for (const ConstBytes& piece : message.send) {
-      Require(piece.empty(), "rank ", rank_, " sends ", piece.size(), " bytes to no rank");
-    }
-  } else {
-    RequirePeer(message.to);
-    RequireRoom(state_.channel(rank_, message.to).sender, "to", message.to);
+  RequirePeers(*this, message);
+  if (message.to != kNoRank) {
+    RequireRoom(*this, state_.channel(rank_, message.to).sender, "to", message.to);
   }
-  if (message.from == kNoRank) {
-    Require(message.receive.empty(), "rank ", rank_, " expects ", message.receive.size(),
-            " bytes from no rank");
-  } else {
-    RequirePeer(message.from);
-    RequireRoom(state_.channel(message.from, rank_).receiver, "from", message.from);
+  if (message.from != kNoRank) {
+    RequireRoom(*this, state_.channel(message.from, rank_).receiver, "from", message.from);
   }
   return std::make_unique<Move>(*this, message);
 }
@@ -420,6 +411,7 @@ ThreadGroup::ThreadGroup(const ThreadRanks& options) {
           options.timeout.count(), " ms; it must be from 1 to ", kMaxTimeout.count());
   Require(options.threads_per_rank >= 1, "threads_per_rank is ", options.threads_per_rank,
           "; it must be at least 1");
+  RequireHosts(options);
   state_ = std::make_unique<State>(options);
 }
 

@@ -1,0 +1,55 @@
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "cli/command.h"
+#include "treeline/comm.h"
+
+namespace treeline::cli {
+
+// Where the ranks of a command are: threads of this process, or the processes that mpirun has
+// started. Every process runs the whole command; only rank 0 prints.
+
+// Whether this process may print and write files. Known from the start.
+bool IsFirst();
+
+// `--comm` and `--timeout`, the same in every command over ranks.
+struct RankOptions {
+  std::string comm;  // "", "threads" or "mpi"
+  double timeout = 60.0;
+
+  std::chrono::milliseconds milliseconds() const {
+    return std::chrono::milliseconds(static_cast<std::int64_t>(timeout * 1e3));
+  }
+};
+void AddRankOptions(CLI::App& command, RankOptions& options);
+void AddTimeoutOption(CLI::App& command, RankOptions& options);
+
+// Joins the other processes if there are any, and returns the numbers of ranks to run with: those
+// that were asked for, or the number of processes. Throws ArgumentError if they contradict.
+std::vector<int> JoinRanks(const RankOptions& options, const std::vector<int>& asked,
+                           const std::vector<int>& otherwise, int threads_per_rank);
+
+// The process's communicator, or null: ranks are threads.
+Communicator* Processes();
+
+// Calls body(communicator) on every rank: on all of them here, or on this process's.
+void RunOverRanks(const ThreadRanks& options, const std::function<void(Communicator&)>& body);
+
+// `whole` in elements of the size of `unwritten`; for FillIn.
+void FillInBytes(Communicator& comm, Bytes whole, ConstBytes unwritten);
+
+// Every rank has written its part of `whole`, which is `unwritten` elsewhere; afterwards every rank
+// has all of it. Does nothing where ranks share memory.
+template <class T>
+void FillIn(Communicator& comm, std::span<T> whole, const T& unwritten = {}) {
+  FillInBytes(comm, std::as_writable_bytes(whole), std::as_bytes(std::span(&unwritten, 1)));
+}
+
+// To be called when a command has ended well, and instead when it has failed.
+void LeaveRanks();
+[[noreturn]] void EndRanks(int exit_code) noexcept;
+
+}  // namespace treeline::cli
