@@ -23,11 +23,13 @@ struct MpiOptions {
 // ranks compute with several threads; the thread that calls this makes all calls. To be destroyed
 // before MPI_Finalize, on all ranks.
 //
-// Collective. Throws ArgumentError if the timeout is not in (0, one year], and CommError if a rank
-// does not come within it, or if versions, instruction sets or identities differ between ranks.
+// Collective. Throws ArgumentError if the timeout is not in (0, one year], `comm` is MPI_COMM_NULL,
+// or MPI has not been initialised or has been finalised; and CommError if a rank does not come in
+// time, or if versions, instruction sets or identities differ between ranks.
 //
 // After a CommError MPI may still hold buffers of messages that were on their way: it cannot take
-// them back. End the process then; MPI_Abort ends all of them.
+// them back. Make no more calls of MPI then, and end the process by std::_Exit: mpirun ends the
+// others.
 std::unique_ptr<Communicator> MakeMpiCommunicator(MPI_Comm comm, const MpiOptions& options = {});
 
 }  // namespace treeline

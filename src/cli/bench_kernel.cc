@@ -173,12 +173,13 @@ void PrintRow(const BenchCase& c, const Measurement& m) {
 }
 
 void RunBenchKernel(const BenchOptions& options) {
+  if (!IsFirst()) return;  // others would only disturb what is measured
   const std::vector<BenchCase> cases = SelectCases(options);
   const Isa isa = DefaultIsa();
   const Machine machine = DescribeMachine();
   ThreadPool pool(options.threads);
   const Limits limits = MeasureLimits({.pool = &pool, .isa = isa});
-  const bool print = options.json != "-" && IsFirst();
+  const bool print = options.json != "-";
   if (print) {
     std::printf("%s, %s, %d threads: reads %.1f GB/s, multiplies and adds %.1f GFLOP/s\n",
                 machine.cpu.c_str(), std::string(Name(isa)).c_str(), options.threads,

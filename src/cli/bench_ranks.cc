@@ -33,6 +33,7 @@ struct Options {
   std::uint64_t seed = 1;
   bool reproducible = false;
   bool explain = false;
+  bool overlap = false;
   std::string links;
   std::string json;
 };
@@ -124,6 +125,11 @@ nlohmann::ordered_json ToJson(const RankCase& c, const RankMeasurement& m) {
        m.costs.empty() ? nlohmann::ordered_json() : nlohmann::ordered_json(Median(m.costs))},
       {"max_error", m.max_error},
       {"verified", m.max_error <= m.bound}};
+  if (m.overlap) {
+    row["serial_us"] = m.overlap->serial * 1e6;
+    row["network_us"] = m.overlap->network * 1e6;
+    row["hidden"] = m.overlap->hidden;
+  }
   for (const PredictedCost& cost : m.predicted) {
     if (cost.schedule == m.schedule) row["predicted_us"] = cost.seconds() * 1e6;
   }
@@ -170,6 +176,13 @@ void PrintRow(const RankCase& c, const RankMeasurement& m) {
   std::fflush(stdout);
 }
 
+void PrintOverlap(const Overlap& overlap) {
+  std::printf(
+      "  without overlap %s, of which messages %s: overlap hides %.2f of the shorter part\n",
+      FormatTime(overlap.serial).c_str(), FormatTime(overlap.network).c_str(), overlap.hidden);
+  std::fflush(stdout);
+}
+
 void PrintPrediction(const RankMeasurement& m) {
   std::printf("  predicted %-10s %12s %12s %12s %12s %14s %6s\n", "", "total us", "attend us",
               "merge us", "network us", "bytes", "rounds");
@@ -183,6 +196,8 @@ void PrintPrediction(const RankMeasurement& m) {
 
 void Run(Options options) {
   options.ranks = JoinRanks(options.where, options.ranks, {2}, options.threads);
+  std::optional<Links> links;  // rank 0 predicts and chooses; other hosts may not have the file
+  if (!options.links.empty() && IsFirst()) links = ReadLinks(options.links);
   if (options.schedules.empty()) {
     for (const Schedule schedule : kDecodeSchedules) {
       const bool both = schedule == Schedule::kTree || schedule == Schedule::kGather;
@@ -194,7 +209,7 @@ void Run(Options options) {
   const Isa isa = DefaultIsa();
   const Machine machine = DescribeMachine();
   const int most = *std::max_element(options.ranks.begin(), options.ranks.end());
-  ThreadPool pool(std::min(most * options.threads, machine.cores));
+  ThreadPool pool(std::min(RanksHere(most) * options.threads, machine.cores));
   // One process measures: others would only disturb it.
   const Limits limits = IsFirst() ? MeasureLimits({.pool = &pool, .isa = isa}) : Limits{};
   const bool print = options.json != "-" && IsFirst();
@@ -202,11 +217,13 @@ void Run(Options options) {
     std::printf("%s, %s: reads %.1f GB/s, multiplies and adds %.1f GFLOP/s\n", machine.cpu.c_str(),
                 std::string(Name(isa)).c_str(), limits.read_gbps, limits.fma_gflops);
     PrintHeader();
+    std::fflush(stdout);
   }
   const RankTiming timing{.repeats = options.repeats,
                           .timeout = options.where.milliseconds(),
                           .seed = options.seed,
-                          .links = options.links};
+                          .links = links,
+                          .overlap = options.overlap};
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
   const RankCase* wrong = nullptr;
   Progress progress("bench", print ? 0 : cases.size());
@@ -214,6 +231,7 @@ void Run(Options options) {
     const RankMeasurement m = MeasureRanks(cases[i], timing);
     if (!IsFirst()) continue;
     if (print) PrintRow(cases[i], m);
+    if (print && m.overlap) PrintOverlap(*m.overlap);
     // Once for each shape: right after its first row over ranks.
     const bool first = cases[i].work == RankWork::kDecode && !cases[i].baseline &&
                        (i == 0 || cases[i - 1].baseline || cases[i - 1].work != cases[i].work);
@@ -304,8 +322,11 @@ void AddRing(CLI::App& bench, RankWork work, const char* name, const char* what)
         ->capture_default_str()
         ->type_name("LIST");
   }
+  command->add_flag("--overlap", options->overlap,
+                    "Also run without overlap, and say how much of the messages' time it hides");
   command->footer(
-      "The first row is one device with as many threads. `limit` is the fraction of the machine's "
+      "The first row is one device with as many threads, unless ranks are processes. `limit` is "
+      "the fraction of the machine's "
       "multiply-adds;\n`balance` in the JSON is the most query-key pairs of a rank over the mean. "
       "Results are checked against the\nfloat64 oracle. docs/bench.md derives every column.\n\n"
       "Example:\n  treeline bench train --ranks 2 --layout contiguous,striped --context 8192");
@@ -343,7 +364,8 @@ void AddBenchDecode(CLI::App& bench) {
   command->add_flag("--explain", options->explain,
                     "Print what the cost model predicts for every schedule");
   command->footer(
-      "The first row is one device with as many threads. Rows of case `merge` time the reduction "
+      "The first row is one device with as many threads, unless ranks are processes. Rows of case "
+      "`merge` time the reduction "
       "of partials\nalone, without keys. `bytes`, `messages` and `rounds` are those of one step, "
       "of "
       "the rank with most.\nResults are checked against the float64 oracle. docs/bench.md derives "

@@ -6,6 +6,8 @@
 
 namespace treeline::cli {
 
+enum ExitCode { kSuccess = 0, kOther = 1, kUsage = 2, kCommunication = 3, kBadFile = 4 };
+
 // A command failed its own check; the message says which. Exit code 1.
 struct CheckFailure : std::runtime_error {
   using std::runtime_error::runtime_error;

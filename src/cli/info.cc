@@ -35,41 +35,51 @@ std::string Size(std::size_t bytes) {
   return text;
 }
 
-// The ranks and what their links cost, as JSON; also printed. Collective.
-nlohmann::ordered_json DescribeRanks(const InfoOptions& options, bool print) {
+// The ranks and what their links cost, as rank 0 knows it.
+nlohmann::ordered_json DescribeRanks(const InfoOptions& options) {
   const std::vector<int> ranks = JoinRanks(options.where, options.ranks, {2}, 1);
   if (ranks.size() != 1) throw ArgumentError("info takes one number of --ranks");
   nlohmann::ordered_json json;
-  RunOverRanks(
-      {.ranks = ranks[0], .timeout = options.where.milliseconds()}, [&](Communicator& comm) {
-        CpuBackend backend;
-        const CostModel model = MeasureCost(comm, backend, 0);
-        if (comm.rank() != 0) return;
-        const std::span<const int> hosts = comm.hosts();
-        const int count = 1 + *std::ranges::max_element(hosts);
-        json = LinksToJson(model);
-        json["ranks"] = comm.size();
-        json["hosts"] = hosts;
-        if (!print) return;
-        std::printf("ranks             %d %s on %d host%s\n", comm.size(),
-                    Processes() == nullptr ? "threads" : "processes", count, count == 1 ? "" : "s");
-        const auto show = [](const char* what, const LinkCost& link) {
-          std::printf("%-17s latency %.1f us, %.3f GB/s\n", what, link.latency * 1e6,
-                      link.bytes_per_second / 1e9);
-        };
-        if (count < comm.size()) show("within a host", model.within);
-        if (count > 1) show("between hosts", model.between);
-      });
+  RunOverRanks({.ranks = ranks[0], .timeout = options.where.milliseconds()},
+               [&](Communicator& comm) {
+                 CpuBackend backend;
+                 CostModel model;
+                 const double seconds = TimeOnce([&] { model = MeasureCost(comm, backend, 0); });
+                 if (comm.rank() != 0) return;
+                 json = LinksToJson(model);
+                 json["ranks"] = comm.size();
+                 json["kind"] = Processes() == nullptr ? "threads" : "processes";
+                 json["hosts"] = comm.hosts();
+                 json["measured_in_seconds"] = seconds;
+               });
   return json;
 }
 
+void PrintRanks(const nlohmann::ordered_json& comm) {
+  const int ranks = comm["ranks"];
+  const auto& numbers = comm["hosts"];
+  const int hosts = 1 + std::ranges::max_element(numbers)->get<int>();
+  std::printf("ranks             %d %s on %d host%s\n", ranks,
+              comm["kind"].get<std::string>().c_str(), hosts, hosts == 1 ? "" : "s");
+  const auto show = [&](const char* what, const char* level) {
+    std::printf("%-17s latency %.1f us, %.3f GB/s\n", what, comm[level]["latency_us"].get<double>(),
+                comm[level]["gbps"].get<double>());
+  };
+  if (hosts < ranks) show("within a host", "within");
+  if (hosts > 1) show("between hosts", "between");
+  std::printf("%-17s %.3f s\n", "measured in", comm["measured_in_seconds"].get<double>());
+}
+
 void RunInfo(const InfoOptions& options) {
+  nlohmann::ordered_json comm;
+  if (options.comm) comm = DescribeRanks(options);
+  LeaveRanks();
+  if (!IsFirst()) return;  // the others would only disturb what is measured
   const Machine machine = DescribeMachine();
   ThreadPool pool(options.threads);
   const Context context{.pool = &pool, .isa = DefaultIsa()};
-  // Of several processes, one measures: the others would only disturb it.
-  const Limits limits = IsFirst() ? MeasureLimits(context) : Limits{};
-  if (options.json != "-" && IsFirst()) {
+  const Limits limits = MeasureLimits(context);
+  if (options.json != "-") {
     std::string isas;
     for (Isa isa : machine.isas) isas.append(isas.empty() ? "" : ", ").append(Name(isa));
     std::printf("treeline          %s (%s, %s)\n", machine.version.c_str(), machine.commit.c_str(),
@@ -86,10 +96,11 @@ void RunInfo(const InfoOptions& options) {
                 limits.read_gbps, options.threads);
     std::printf("FMA peak          %.1f GFLOP/s (%d threads, f32)\n", limits.fma_gflops,
                 options.threads);
+    if (options.comm) PrintRanks(comm);
   }
   nlohmann::ordered_json json{{"machine", ToJson(machine, *context.isa)},
                               {"limits", ToJson(limits)}};
-  if (options.comm) json["comm"] = DescribeRanks(options, options.json != "-");
+  if (options.comm) json["comm"] = comm;
   WriteJson(options.json, json);
 }
 

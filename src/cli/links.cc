@@ -13,7 +13,8 @@ nlohmann::ordered_json ToJson(const LinkCost& link) {
 
 double Number(const std::string& file, const nlohmann::json& link, const char* level,
               const char* key, double most) {
-  const nlohmann::json value = link.is_object() ? link.value(key, nlohmann::json()) : link;
+  const nlohmann::json value =
+      link.is_object() ? link.value(key, nlohmann::json()) : nlohmann::json();
   if (!value.is_number() || !(value.get<double>() > 0.0) || value.get<double>() > most) {
     Throw<FormatError>("'", file, "': ", level, ".", key, " is ", value.dump(),
                        "; it must be a number above 0 and up to ", most);
@@ -33,16 +34,14 @@ nlohmann::ordered_json LinksToJson(const CostModel& model) {
   return {{"within", ToJson(model.within)}, {"between", ToJson(model.between)}};
 }
 
-void ReadLinks(const std::string& file, CostModel& model) {
-  if (file.empty()) return;
+Links ReadLinks(const std::string& file) {
   std::ifstream stream(file);
   if (!stream) Throw<FormatError>("cannot read '", file, "'");
   const nlohmann::json json = nlohmann::json::parse(stream, nullptr, /*allow_exceptions=*/false);
   if (!json.is_object()) Throw<FormatError>("'", file, "' is no JSON object");
   const nlohmann::json links = json.value("comm", json);
   if (!links.is_object()) Throw<FormatError>("'", file, "': comm is no object");
-  model.within = Link(file, links, "within");
-  model.between = Link(file, links, "between");
+  return {Link(file, links, "within"), Link(file, links, "between")};
 }
 
 }  // namespace treeline::cli

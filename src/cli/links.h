@@ -1,8 +1,8 @@
 #pragma once
 
 #include <nlohmann/json.hpp>
-#include <optional>
 #include <string>
+#include <utility>
 
 #include "treeline/cost.h"
 
@@ -11,8 +11,10 @@ namespace treeline::cli {
 // Links of a cost model, as JSON: {"within": {"latency_us": …, "gbps": …}, "between": {…}}.
 nlohmann::ordered_json LinksToJson(const CostModel& model);
 
-// Replaces a model's links by those of a file: such an object, or what `treeline info --comm
-// --json` writes. Does nothing for "". Throws FormatError if the file is none.
-void ReadLinks(const std::string& file, CostModel& model);
+using Links = std::pair<LinkCost, LinkCost>;  // within a node, and between nodes
+
+// From a file that holds such an object, or what `treeline info --comm --json` writes. Throws
+// FormatError if it does not.
+Links ReadLinks(const std::string& file);
 
 }  // namespace treeline::cli

@@ -2,9 +2,12 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <cstdio>
 #include <exception>
 #include <new>
+#include <string>
+#include <thread>
 
 #include "cli/command.h"
 #include "cli/machine.h"
@@ -13,7 +16,8 @@
 
 namespace {
 
-enum ExitCode { kSuccess = 0, kOther = 1, kUsage = 2, kCommunication = 3, kBadFile = 4 };
+using treeline::cli::ExitCode;
+using enum ExitCode;
 
 // One line on standard error, whatever the message holds, and written at once: other ranks may
 // write, too. Cannot throw.
@@ -28,9 +32,14 @@ int Fail(ExitCode code, const char* message, const char* hint = "") {
   return code;
 }
 
-// Usage errors are the same on all ranks: one says them.
-int FailUsage(const char* message, const char* hint = "") {
-  return treeline::cli::IsFirst() ? Fail(kUsage, message, hint) : kUsage;
+// For errors that are mostly the same on all ranks: the first says them. The others end with it,
+// unless it does not have them.
+int FailAlike(ExitCode code, const char* message, const char* hint = "") {
+  if (treeline::cli::IsFirst()) return Fail(code, message, hint);
+  std::this_thread::sleep_for(std::chrono::seconds(2));
+  const std::string with_rank =
+      "rank " + std::to_string(treeline::cli::ProcessRank()) + ": " + message;
+  return Fail(code, with_rank.c_str(), hint);
 }
 
 // Keeps large buffers that are freed, so that the next step gets the same pages again. Otherwise a
@@ -57,7 +66,7 @@ int Run(int argc, char** argv) {
   try {
     program.parse(argc, argv);
   } catch (const CLI::Success& request) {  // --help or --version
-    return program.exit(request);
+    return treeline::cli::IsFirst() ? program.exit(request) : kSuccess;
   }
   if (program.get_subcommands().empty()) {
     throw treeline::ArgumentError("a command is required: info, verify or bench");
@@ -72,17 +81,17 @@ int RunOrFail(int argc, char** argv) {
     treeline::cli::LeaveRanks();
     return code;
   } catch (const CLI::ParseError& error) {
-    return FailUsage(error.what(), " (see treeline --help)");
+    return FailAlike(kUsage, error.what(), " (see treeline --help)");
   } catch (const treeline::ArgumentError& error) {
-    return FailUsage(error.what());
+    return FailAlike(kUsage, error.what());
   } catch (const treeline::CommError& error) {
     return Fail(kCommunication, error.what());
   } catch (const treeline::FormatError& error) {
-    return Fail(kBadFile, error.what());
+    return FailAlike(kBadFile, error.what());
   } catch (const std::bad_alloc&) {
     return Fail(kOther, "out of memory");
   } catch (const std::exception& error) {
-    return Fail(kOther, error.what());
+    return FailAlike(kOther, error.what());
   }
 }
 

@@ -4,12 +4,11 @@
 #include <cmath>
 #include <functional>
 #include <random>
+#include <tuple>
 
 #include "cli/deal.h"
 #include "cli/limits.h"
-#include "cli/links.h"
 #include "cli/ranks.h"
-#include "comm/mpi/mpi_world.h"
 #include "schedule/collectives/collectives.h"
 #include "treeline/memory.h"
 #include "treeline/reference.h"
@@ -96,14 +95,8 @@ std::vector<ShardedTask> MakeTasks(const RankCase& c, const Problem& problem, in
   return tasks;
 }
 
-// The time of step() on all ranks, from when all begin until all have ended, as a rank sees it.
-double TimeStep(Communicator& comm, const std::function<void()>& step) {
-  Barrier(comm);
-  return TimeOnce([&] {
-    step();
-    Barrier(comm);
-  });
-}
+// What measures the limit of a host has as many threads as its ranks.
+int LimitThreads(const RankCase& c) { return IsFirst() ? RanksHere(c.ranks) * c.threads : 1; }
 
 // Times step() on all ranks, between two measurements of the limit.
 void Time(Communicator& comm, const RankTiming& timing, int steps,
@@ -121,8 +114,9 @@ void Time(Communicator& comm, const RankTiming& timing, int steps,
     m.seconds.push_back(seconds);
     if (!limit) continue;
     const double after = limit();
-    const int hosts = 1 + *std::ranges::max_element(comm.hosts());
-    m.fractions.push_back(m.work / seconds / ((before + after) / 2 * hosts));
+    const double limit_here = (before + after) / 2;
+    const double hosts = static_cast<double>(comm.size()) / RanksHere(comm.size());
+    m.fractions.push_back(m.work / seconds / (limit_here * hosts));
   }
 }
 
@@ -187,7 +181,7 @@ void CheckRows(const RankCase& c, const Problem& problem, int rank, const RankMe
 RankMeasurement MeasureDecode(const RankCase& c, const RankTiming& timing) {
   const Problem problem(MakeShape(c, timing.seed));
   const AttentionSpec& spec = problem.spec();
-  ThreadPool all_threads(c.ranks * c.threads);
+  ThreadPool all_threads(LimitThreads(c));
   const Context everything{.pool = &all_threads};
   RankMeasurement m;
   m.work = static_cast<double>(problem.kv_bytes());
@@ -201,7 +195,7 @@ RankMeasurement MeasureDecode(const RankCase& c, const RankTiming& timing) {
     const std::vector<ShardedTask> tasks = MakeTasks(c, problem, comm.rank(), memory);
     DecodeOptions options{c.schedule, c.node_size, c.reproducible};
     CostModel model = MeasureCost(comm, backend, c.node_size);
-    ReadLinks(timing.links, model);
+    if (timing.links) std::tie(model.within, model.between) = *timing.links;
     const auto step = [&] { Decode(comm, backend, spec, tasks, options); };
     if (comm.rank() == 0) m.predicted = PredictDecode(comm, spec, tasks, c.node_size, model);
     if (options.schedule == Schedule::kAuto) {
@@ -298,7 +292,8 @@ RankMeasurement MeasureMpiSum(const RankCase& c, const RankTiming& timing) {
     const std::vector<float> ones(Index(std::int64_t{c.batch} * c.heads) * Index(c.head_dim + 1),
                                   1.0f);
     std::vector<float> sums(ones.size());
-    const auto step = [&] { MpiWorld::SumByMpi(ones, sums); };
+    const MpiSum sum_by_mpi = SumByMpi();
+    const auto step = [&] { sum_by_mpi(ones, sums); };
     step();
     Time(comm, timing, kMergeSteps, nullptr, step, m);
     for (const float sum : sums) {
@@ -351,7 +346,7 @@ RankMeasurement MeasureRing(const RankCase& c, const RankTiming& timing) {
   const Problem problem(MakeShape(c, timing.seed));
   const AttentionSpec& spec = problem.spec();
   const bool train = c.work == RankWork::kTrain;
-  ThreadPool all_threads(c.ranks * c.threads);
+  ThreadPool all_threads(LimitThreads(c));
   const Context everything{.pool = &all_threads};
   RankMeasurement m;
   m.schedule = c.schedule;
@@ -407,10 +402,11 @@ RankMeasurement MeasureRing(const RankCase& c, const RankTiming& timing) {
                                     .dv = gradient(spec.kv_heads, spec.v_head_dim)},
                           .kv_shards = memory.shards[i]});
     }
-    const auto step = [&] {
-      Prefill(comm, backend, spec, tasks, c.schedule);
-      if (train) PrefillBackward(comm, backend, spec, backward);
+    const auto step_by = [&](Communicator& by) {
+      Prefill(by, backend, spec, tasks, c.schedule);
+      if (train) PrefillBackward(by, backend, spec, backward);
     };
+    const auto step = [&] { step_by(comm); };
     comm.ResetCounters();
     tracker.ResetPeaks();
     step();  // warm-up; gradients start from 0 only here
@@ -450,6 +446,10 @@ RankMeasurement MeasureRing(const RankCase& c, const RankTiming& timing) {
     counted.pairs[Index(rank)] = backend.pairs() - pairs;
     Time(
         comm, timing, 1, [&] { return FmaPeak(everything); }, step, m);
+    if (timing.overlap && c.ranks > 1) {
+      const Overlap overlap = MeasureOverlap(comm, timing.repeats, step_by);
+      if (rank == 0) m.overlap = overlap;
+    }
     counted.Share(comm);
   });
   counted.Fill(m);

@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "cli/links.h"
+#include "cli/measure_overlap.h"
 #include "cli/problem.h"
 #include "treeline/cost.h"
 
@@ -34,7 +36,7 @@ struct RankCase {
   int head_dim = 0;
   DType dtype = DType::kF32;
   int batch = 1;
-  int node_size = 1;
+  int node_size = 0;
   bool reproducible = false;
 };
 
@@ -48,6 +50,7 @@ struct RankMeasurement {
   std::int64_t rounds = 0;
   std::size_t peak_bytes = 0;  // of the rank with most
   double balance = 0.0;        // most query-key pairs of a rank over the mean
+  std::optional<Overlap> overlap = {};
   double max_error = 0.0;
   double bound = 0.0;
   Schedule schedule = Schedule::kTree;   // what auto chose, or the case's own
@@ -58,7 +61,8 @@ struct RankTiming {
   int repeats = 7;
   std::chrono::milliseconds timeout{60'000};
   std::uint64_t seed = 1;
-  std::string links = {};  // a file for ReadLinks; empty: they are measured
+  std::optional<Links> links = {};  // unless given, they are measured
+  bool overlap = false;             // whether to measure it, of prefill and train
 };
 
 // Runs a case `repeats` times and checks some of its results against the oracle.

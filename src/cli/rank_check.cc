@@ -104,6 +104,11 @@ std::int64_t RankReport::Rounds() const {
   return most;
 }
 
+RankReport& RankReport::AddBits(const std::vector<float>& values) {
+  bits.insert(bits.end(), values.begin(), values.end());
+  return *this;
+}
+
 std::size_t RankReport::PeakBytes() const {
   return peak_bytes.empty() ? 0 : *std::max_element(peak_bytes.begin(), peak_bytes.end());
 }
@@ -192,8 +197,7 @@ struct RankProblem::Impl {
     for (std::size_t i = 0; i < tasks.size(); ++i) {
       const Rows& rows = results[0][i];
       Compare(rows, i, report);
-      report.bits.insert(report.bits.end(), rows.out.begin(), rows.out.end());
-      report.bits.insert(report.bits.end(), rows.lse.begin(), rows.lse.end());
+      report.AddBits(rows.out).AddBits(rows.lse);
     }
     for (const std::vector<Rows>& of_rank : results) {
       for (std::size_t i = 0; i < tasks.size(); ++i) {
@@ -250,7 +254,10 @@ struct RankProblem::Impl {
             Collect(own[i].lse, positions, first, Index(spec.heads), results[i].lse);
           }
         });
-    for (std::size_t i = 0; i < tasks.size(); ++i) Compare(results[i], i, report);
+    for (std::size_t i = 0; i < tasks.size(); ++i) {
+      Compare(results[i], i, report);
+      report.AddBits(results[i].out).AddBits(results[i].lse);
+    }
     return report;
   }
 
@@ -345,6 +352,7 @@ struct RankProblem::Impl {
       report.max_error = std::max({report.max_error, reference::MaxError(results[i].dq, want.dq),
                                    reference::MaxError(results[i].dk, want.dk),
                                    reference::MaxError(results[i].dv, want.dv)});
+      report.AddBits(results[i].dq).AddBits(results[i].dk).AddBits(results[i].dv);
       for (std::size_t h = 0; h < want.dsinks.size(); ++h) want_sinks[h] += want.dsinks[h];
       growth = std::max(growth, reference::BoundGrowth(Expected()[i].score_magnitude));
     }

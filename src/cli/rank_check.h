@@ -14,10 +14,12 @@ namespace treeline::cli {
 struct RankReport {
   double max_error = 0.0;               // against the oracle, divided by the growth of the bound
   bool same_bits = true;                // a replicated result is bitwise the same on all ranks
-  std::vector<float> bits;              // decoding: out and lse of all sequences
+  std::vector<float> bits;              // all results of all sequences
   std::vector<CommCounters> counters;   // [rank]
   std::vector<std::size_t> peak_bytes;  // [rank]; shard, in flight, workspace and result
   std::vector<std::int64_t> pairs;      // [rank]
+
+  RankReport& AddBits(const std::vector<float>& values);
 
   std::int64_t MostBytes() const;
   std::int64_t MostMessages() const;

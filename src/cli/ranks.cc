@@ -9,8 +9,9 @@
 #include <sstream>
 #include <thread>
 
-#include "comm/mpi/mpi_world.h"
+#include "cli/limits.h"
 #include "core/check.h"
+#include "schedule/collective_call.h"
 #include "schedule/collectives/collectives.h"
 
 namespace treeline::cli {
@@ -37,9 +38,8 @@ std::string Arguments() {
 // Ends this process; mpirun then ends the others.
 [[noreturn]] void EndStuck(double timeout, const char* what) {
   std::fprintf(stderr, "treeline: error: rank %d waited %g s for the other ranks in step %s\n",
-               FindLaunch().rank, timeout, what);
+               ProcessRank(), timeout, what);
   std::fflush(nullptr);
-  constexpr int kCommunication = 3;
   std::_Exit(kCommunication);
 }
 
@@ -56,9 +56,21 @@ void WarnIfCrowded(const Launch& launch, int threads_per_rank) {
 
 }  // namespace
 
-bool IsFirst() {
-  static const Launch launch = FindLaunch();
-  return launch.rank == 0 || alone;
+int ProcessRank() noexcept {
+  try {
+    return FindLaunch().rank;
+  } catch (const ArgumentError&) {
+    return 0;
+  }
+}
+
+bool IsFirst() noexcept { return alone || ProcessRank() == 0; }
+
+int RanksHere(int ranks) {
+  if (!world) return ranks;
+  const std::span<const int> hosts = world->comm().hosts();
+  return static_cast<int>(
+      std::ranges::count(hosts, hosts[static_cast<std::size_t>(world->comm().rank())]));
 }
 
 void AddRankOptions(CLI::App& command, RankOptions& options) {
@@ -102,13 +114,25 @@ std::vector<int> JoinRanks(const RankOptions& options, const std::vector<int>& a
   return {launch.ranks};
 }
 
+MpiSum SumByMpi() { return world->SumByMpi(); }
+
 Communicator* Processes() { return world ? &world->comm() : nullptr; }
 
 void RunOverRanks(const ThreadRanks& options, const std::function<void(Communicator&)>& body) {
   if (!world) return RunRanks(options, body);
-  Require(options.ranks == world->comm().size(), "a run over ", options.ranks, " of ",
-          world->comm().size(), " processes");
-  body(world->comm());
+  RunCollective(world->comm(), [&] {
+    Require(options.ranks == world->comm().size(), "a run over ", options.ranks, " of ",
+            world->comm().size(), " processes");
+    body(world->comm());
+  });
+}
+
+double TimeStep(Communicator& comm, const std::function<void()>& step) {
+  Barrier(comm);
+  return TimeOnce([&] {
+    step();
+    Barrier(comm);
+  });
 }
 
 void FillInBytes(Communicator& comm, Bytes whole, ConstBytes unwritten) {

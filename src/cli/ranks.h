@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "cli/command.h"
+#include "comm/mpi/mpi_world.h"
 #include "treeline/comm.h"
 
 namespace treeline::cli {
@@ -12,8 +13,9 @@ namespace treeline::cli {
 // Where the ranks of a command are: threads of this process, or the processes that mpirun has
 // started. Every process runs the whole command; only rank 0 prints.
 
-// Whether this process may print and write files. Known from the start.
-bool IsFirst();
+// The rank of this process, and whether it may print and write files. Known from the start.
+int ProcessRank() noexcept;
+bool IsFirst() noexcept;
 
 // `--comm` and `--timeout`, the same in every command over ranks.
 struct RankOptions {
@@ -35,8 +37,17 @@ std::vector<int> JoinRanks(const RankOptions& options, const std::vector<int>& a
 // The process's communicator, or null: ranks are threads.
 Communicator* Processes();
 
+// Of so many ranks, those on this host.
+int RanksHere(int ranks);
+
+// See MpiWorld. Only where ranks are processes.
+MpiSum SumByMpi();
+
 // Calls body(communicator) on every rank: on all of them here, or on this process's.
 void RunOverRanks(const ThreadRanks& options, const std::function<void(Communicator&)>& body);
+
+// The time of step() on all ranks, from when all begin until all have ended, as a rank sees it.
+double TimeStep(Communicator& comm, const std::function<void()>& step);
 
 // `whole` in elements of the size of `unwritten`; for FillIn.
 void FillInBytes(Communicator& comm, Bytes whole, ConstBytes unwritten);

@@ -3,7 +3,9 @@
 // What is sent starts with a header: its size, the sender's signature and step, and how many rounds
 // led to it. A small message is packed behind its header. A large one follows in messages of its
 // own, straight from the sender's memory to the receiver's. Both sides know the size and so agree
-// about which it is; if they do not, the header, or MPI itself, shows it.
+// about which it is; if they do not, the header, which is looked at first, shows it. No receive can
+// match a message that it is too small for: Open MPI may write past its end. So there is room for
+// any header, and segments have the size of their message as tag.
 //
 // Failures travel in a second communicator, where every rank always has a receive open: each wait
 // looks there, too. No call of MPI that could wait for ever is made after the start.
@@ -28,13 +30,14 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int kTag = 0;
+constexpr int kTag = 0;                      // of headers, and of failures
 constexpr std::size_t kPacked = 64 << 10;    // bytes up to which a message is packed
 constexpr std::size_t kSegment = 256 << 10;  // of a large message
 constexpr std::chrono::microseconds kSpin{100};
 constexpr std::chrono::microseconds kYield{2000};  // where ranks share cores
 constexpr std::chrono::microseconds kNap{20};
-constexpr std::chrono::milliseconds kFarewell{200};  // to tell others of a failure
+constexpr std::chrono::milliseconds kFarewell{200};    // to tell others of a failure
+constexpr std::chrono::milliseconds kRemarkable{100};  // wait of a rank that learns of a failure
 
 struct Header {
   std::uint64_t magic = 0x656e696c65657274;
@@ -63,6 +66,13 @@ void Check(int code, const char* call) {
   int length = 0;
   MPI_Error_string(code, text.data(), &length);
   Throw<CommError>(call, " failed: ", text.data());
+}
+
+// FNV-1a: no adversary.
+std::uint64_t Hash(std::string_view text) {
+  std::uint64_t hash = 14695981039346656037u;
+  for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 1099511628211u;
+  return hash;
 }
 
 std::size_t CountBytes(std::span<const ConstBytes> pieces) {
@@ -97,11 +107,15 @@ class MpiCommunicator final : public Communicator {
   void ShakeHands(const std::string& identity);
   void FindHosts();
   MPI_Comm Duplicate(MPI_Comm comm);
+  int SegmentTag(std::size_t bytes) const {  // not kTag
+    return 1 + static_cast<int>(bytes % static_cast<std::size_t>(most_tag_));
+  }
   void AwaitRequest(MPI_Request& request);  // of all ranks
   void ExpectFarewell();
   // Looks for one.
   bool failed() noexcept;
-  [[noreturn]] void ThrowFailure() const;
+  // `more` is what this rank was doing.
+  [[noreturn]] void ThrowFailure(const std::string& more = "") const;
   [[noreturn]] void Fail(const std::string& why);
   // Waits until ready(), the failure of the group, or the deadline; throws in the last two cases.
   template <class Ready>
@@ -112,6 +126,7 @@ class MpiCommunicator final : public Communicator {
   MPI_Comm failures_ = MPI_COMM_NULL;
   int rank_ = 0;
   int size_ = 1;
+  int most_tag_ = 32767;  // what every MPI has; Open MPI has more
   bool crowded_ = false;  // more ranks than cores on this host
   std::vector<int> hosts_;
   std::vector<ChannelEnd> senders_;    // [peer]
@@ -124,6 +139,7 @@ class MpiCommunicator final : public Communicator {
   Farewell own_farewell_;
   MPI_Request expected_ = MPI_REQUEST_NULL;
   bool failed_ = false;
+  bool silent_ = false;  // MPI holds memory that may be gone: no call may let it go on
 };
 
 // One transfer of a rank.
@@ -143,7 +159,10 @@ class MpiCommunicator::Move final : public Transfer {
 
   void Wait() override {
     if (receiving_) {
-      AwaitAll(receives_, message_.from);
+      // A message of another size may never be complete: its header says so.
+      AwaitAll(std::span(receives_).first(1), message_.from);
+      JudgeHeader();
+      AwaitAll(std::span(receives_).subspan(1), message_.from);
       Accept();
       comm_.receivers_[Index(message_.from)].Leave(receive_place_);
       receiving_ = false;
@@ -162,17 +181,18 @@ class MpiCommunicator::Move final : public Transfer {
     receive_place_ = comm_.receivers_[Index(message_.from)].Take();
     receiving_ = true;
     const Bytes target = message_.receive;
-    const bool packed = target.size() <= kPacked;
-    in_bytes_ = sizeof(Header) + (packed ? target.size() : 0);
-    in_ = std::make_unique_for_overwrite<std::byte[]>(in_bytes_);
-    Receive({in_.get(), in_bytes_});
-    for (std::size_t begin = 0; !packed && begin < target.size(); begin += kSegment) {
-      Receive(target.subspan(begin, std::min(kSegment, target.size() - begin)));
+    constexpr std::size_t kMost = sizeof(Header) + kPacked;
+    in_ = std::make_unique_for_overwrite<std::byte[]>(kMost);
+    Receive({in_.get(), kMost}, kTag);
+    if (target.size() <= kPacked) return;
+    const int tag = comm_.SegmentTag(target.size());
+    for (std::size_t begin = 0; begin < target.size(); begin += kSegment) {
+      Receive(target.subspan(begin, std::min(kSegment, target.size() - begin)), tag);
     }
   }
 
-  void Receive(Bytes bytes) {
-    Check(MPI_Irecv(bytes.data(), static_cast<int>(bytes.size()), MPI_BYTE, message_.from, kTag,
+  void Receive(Bytes bytes, int tag) {
+    Check(MPI_Irecv(bytes.data(), static_cast<int>(bytes.size()), MPI_BYTE, message_.from, tag,
                     comm_.messages_, &receives_.emplace_back(MPI_REQUEST_NULL)),
           "MPI_Irecv");
   }
@@ -197,14 +217,14 @@ class MpiCommunicator::Move final : public Transfer {
     }
     comm_.counters_.bytes += static_cast<std::int64_t>(bytes);
     comm_.counters_.messages += bytes > 0 ? 1 : 0;
-    Send(out_.get(), static_cast<int>(out_bytes), MPI_BYTE);
+    Send(out_.get(), static_cast<int>(out_bytes), MPI_BYTE, kTag);
     for (std::size_t begin = 0; !packed && begin < bytes; begin += kSegment) {
-      SendSegment(begin, std::min(bytes, begin + kSegment));
+      SendSegment(begin, std::min(bytes, begin + kSegment), comm_.SegmentTag(bytes));
     }
   }
 
   // Bytes [begin, end) of the message, wherever their pieces lie.
-  void SendSegment(std::size_t begin, std::size_t end) {
+  void SendSegment(std::size_t begin, std::size_t end, int tag) {
     std::vector<int> lengths;
     std::vector<MPI_Aint> addresses;
     std::size_t first = 0;  // of the piece
@@ -218,24 +238,25 @@ class MpiCommunicator::Move final : public Transfer {
       first += piece.size();
     }
     if (lengths.size() == 1) {  // the usual case, for which MPI is faster
-      return Send(reinterpret_cast<const void*>(addresses[0]), lengths[0], MPI_BYTE);
+      return Send(reinterpret_cast<const void*>(addresses[0]), lengths[0], MPI_BYTE, tag);
     }
     MPI_Datatype type = MPI_DATATYPE_NULL;
     Check(MPI_Type_create_hindexed(static_cast<int>(lengths.size()), lengths.data(),
                                    addresses.data(), MPI_BYTE, &type),
           "MPI_Type_create_hindexed");
     Check(MPI_Type_commit(&type), "MPI_Type_commit");
-    Send(MPI_BOTTOM, 1, type);
+    Send(MPI_BOTTOM, 1, type, tag);
     Check(MPI_Type_free(&type), "MPI_Type_free");  // MPI keeps it as long as it needs it
   }
 
-  void Send(const void* data, int count, MPI_Datatype type) {
-    Check(MPI_Isend(data, count, type, message_.to, kTag, comm_.messages_,
+  void Send(const void* data, int count, MPI_Datatype type, int tag) {
+    Check(MPI_Isend(data, count, type, message_.to, tag, comm_.messages_,
                     &sends_.emplace_back(MPI_REQUEST_NULL)),
           "MPI_Isend");
   }
 
-  void AwaitAll(std::vector<MPI_Request>& requests, int peer) {
+  void AwaitAll(std::span<MPI_Request> requests, int peer) {
+    if (requests.empty()) return;
     statuses_.resize(requests.size());
     comm_.Await(
         [&] {
@@ -249,50 +270,49 @@ class MpiCommunicator::Move final : public Transfer {
         "rank " + std::to_string(peer));
   }
 
-  // Some requests have failed: a message that does not fit, or a peer that is gone.
+  // Some requests have failed: the peer is gone.
   bool CheckStatuses(int peer) {
     for (const MPI_Status& status : statuses_) {
-      int kind = MPI_SUCCESS;
       if (status.MPI_ERROR != MPI_SUCCESS && status.MPI_ERROR != MPI_ERR_PENDING) {
-        MPI_Error_class(status.MPI_ERROR, &kind);
-      }
-      if (kind == MPI_ERR_TRUNCATE) Reject("more than that");
-      if (kind != MPI_SUCCESS) {
         Fail("the connection to rank " + std::to_string(peer) + " failed in step " + comm_.step_);
       }
     }
     return false;
   }
 
-  // Compares what has come with what was expected, and unpacks it.
-  void Accept() {
+  // Compares what has come with what was expected.
+  void JudgeHeader() {
     int count = 0;
     Check(MPI_Get_count(&statuses_.front(), MPI_BYTE, &count), "MPI_Get_count");
-    Header header;
-    std::memcpy(&header, in_.get(), std::min(sizeof(header), static_cast<std::size_t>(count)));
+    const auto come = static_cast<std::size_t>(count);
+    std::memcpy(&header_, in_.get(), std::min(sizeof(header_), come));
+    header_.step.back() = '\0';
     const std::size_t bytes = message_.receive.size();
-    if (static_cast<std::size_t>(count) != in_bytes_ || header.magic != Header{}.magic ||
-        header.bytes != bytes || header.signature != comm_.signature_) {
-      header.step.back() = '\0';
-      Reject(std::to_string(header.bytes) + " bytes in step " + header.step.data());
+    if (come != sizeof(header_) + (bytes <= kPacked ? bytes : 0) ||
+        header_.magic != Header{}.magic || header_.bytes != bytes ||
+        header_.signature != comm_.signature_) {
+      Fail("rank " + std::to_string(message_.from) + " sends " + std::to_string(header_.bytes) +
+           " bytes in step " + header_.step.data() + ", rank " + std::to_string(comm_.rank_) +
+           " expects " + std::to_string(bytes) + " bytes in step " + comm_.step_ +
+           ": the ranks were called with different shapes or options");
     }
-    if (bytes == 0) return;
-    if (bytes <= kPacked) std::memcpy(message_.receive.data(), in_.get() + sizeof(Header), bytes);
-    comm_.counters_.rounds = std::max(comm_.counters_.rounds, header.depth + 1);
   }
 
-  [[noreturn]] void Reject(const std::string& what) {
-    Fail("rank " + std::to_string(message_.from) + " sends " + what + ", rank " +
-         std::to_string(comm_.rank_) + " expects " + std::to_string(message_.receive.size()) +
-         " bytes in step " + comm_.step_ +
-         ": the ranks were called with different shapes or options");
+  // All of the message has come.
+  void Accept() {
+    const std::size_t bytes = message_.receive.size();
+    if (bytes == 0) return;
+    if (bytes <= kPacked) std::memcpy(message_.receive.data(), in_.get() + sizeof(Header), bytes);
+    comm_.counters_.rounds = std::max(comm_.counters_.rounds, header_.depth + 1);
   }
 
   [[noreturn]] void Fail(const std::string& why) { comm_.Fail(why); }
 
-  // Takes back what MPI lets go; see MakeMpiCommunicator for what it does not.
+  // Takes back what MPI lets go. If it holds on to some, the others are told now, while the memory
+  // is still there, and MPI is not called again: it would go on to use memory that may be gone.
   void Withdraw() noexcept {
     if (!receiving_ && !sending_) return;
+    if (comm_.silent_) return Release();
     const auto drop = [](MPI_Request& request) {
       if (request == MPI_REQUEST_NULL) return true;
       MPI_Cancel(&request);
@@ -304,8 +324,14 @@ class MpiCommunicator::Move final : public Transfer {
     bool all = true;
     for (MPI_Request& request : receives_) all = drop(request) && all;
     for (MPI_Request& request : sends_) all = drop(request) && all;
-    // What MPI still holds must not be given back.
     if (all) return;
+    comm_.Abort("it gave up a transfer");
+    comm_.silent_ = true;
+    Release();
+  }
+
+  // What MPI still holds must not be given back.
+  void Release() noexcept {
     static_cast<void>(in_.release());
     static_cast<void>(out_.release());
   }
@@ -317,7 +343,7 @@ class MpiCommunicator::Move final : public Transfer {
   std::size_t receive_place_ = 0;
   std::size_t send_place_ = 0;
   std::unique_ptr<std::byte[]> in_;  // header, and what is packed
-  std::size_t in_bytes_ = 0;
+  Header header_;                    // of what has come
   std::unique_ptr<std::byte[]> out_;
   std::vector<MPI_Request> receives_;
   std::vector<MPI_Request> sends_;
@@ -331,11 +357,16 @@ MpiCommunicator::MpiCommunicator(MPI_Comm comm, const MpiOptions& options)
   hosts_.resize(static_cast<std::size_t>(size_));
   senders_.resize(hosts_.size());
   receivers_.resize(hosts_.size());
+  int* most_tag = nullptr;
+  int found = 0;
+  Check(MPI_Comm_get_attr(MPI_COMM_WORLD, MPI_TAG_UB, &most_tag, &found), "MPI_Comm_get_attr");
+  if (found != 0) most_tag_ = *most_tag;
   messages_ = Duplicate(comm);
   failures_ = Duplicate(comm);
   ExpectFarewell();
   ShakeHands(options.identity);
   FindHosts();
+  SetStep("start", 0);
 }
 
 MPI_Comm MpiCommunicator::Duplicate(MPI_Comm comm) {
@@ -358,6 +389,7 @@ void MpiCommunicator::AwaitRequest(MPI_Request& request) {
 }
 
 MpiCommunicator::~MpiCommunicator() {
+  if (silent_) return;
   if (expected_ != MPI_REQUEST_NULL) {
     MPI_Cancel(&expected_);
     MPI_Request_free(&expected_);
@@ -375,15 +407,15 @@ void MpiCommunicator::ExpectFarewell() {
 }
 
 bool MpiCommunicator::failed() noexcept {
-  if (!failed_ && expected_ != MPI_REQUEST_NULL) {
+  if (!failed_ && !silent_ && expected_ != MPI_REQUEST_NULL) {
     int done = 0;
     if (MPI_Test(&expected_, &done, MPI_STATUS_IGNORE) == MPI_SUCCESS && done != 0) failed_ = true;
   }
   return failed_;
 }
 
-void MpiCommunicator::ThrowFailure() const {
-  Throw<CommError>("rank ", farewell_.rank, " failed: ", farewell_.why.data());
+void MpiCommunicator::ThrowFailure(const std::string& more) const {
+  Throw<CommError>("rank ", farewell_.rank, " failed: ", farewell_.why.data(), more);
 }
 
 void MpiCommunicator::Fail(const std::string& why) {
@@ -425,17 +457,22 @@ void MpiCommunicator::Abort(std::string_view why) noexcept {
 template <class Ready>
 void MpiCommunicator::Await(const Ready& ready, const std::string& whom) {
   const auto start = Clock::now();
-  const auto deadline = start + timeout_;
+  // Who waits for whom: lines of several ranks lead to the one that does not answer.
+  const auto describe = [&](std::chrono::milliseconds waited) {
+    std::ostringstream text;
+    text << "waited " << static_cast<double>(waited.count()) / 1e3 << " s for " << whom
+         << " in step " << step_;
+    return text.str();
+  };
   for (;;) {
     if (ready()) return;
-    if (failed()) ThrowFailure();
     const auto now = Clock::now();
-    if (now > deadline) {
-      std::ostringstream why;
-      why << "it waited " << static_cast<double>(timeout_.count()) / 1e3 << " s for " << whom
-          << " in step " << step_;
-      Fail(why.str());
+    if (failed()) {
+      const auto waited = std::chrono::duration_cast<std::chrono::milliseconds>(now - start);
+      if (waited < kRemarkable) ThrowFailure();
+      ThrowFailure("; rank " + std::to_string(rank_) + " itself " + describe(waited));
     }
+    if (now > start + timeout_) Fail("it " + describe(timeout_));
     if (now - start > (crowded_ ? kYield : kSpin)) {
       std::this_thread::sleep_for(kNap);
     } else if (crowded_) {
@@ -462,8 +499,17 @@ bool MpiCommunicator::Progress() noexcept { return failed(); }
 struct Identity {
   std::array<char, 32> version{};
   std::array<char, 16> isa{};
-  std::array<char, 976> other{};
+  std::array<char, 4040> other{};  // its beginning, and all of it as a number
+  std::uint64_t hash = 0;
 };
+
+// Some characters of `text` from the word on in which it differs from `other`.
+std::string Difference(std::string_view text, std::string_view other) {
+  constexpr std::size_t kShown = 100;
+  const auto same = std::ranges::mismatch(text, other).in1 - text.begin();
+  const std::size_t space = text.substr(0, static_cast<std::size_t>(same)).rfind(' ');
+  return std::string(text.substr(space == std::string_view::npos ? 0 : space + 1, kShown));
+}
 
 void MpiCommunicator::ShakeHands(const std::string& identity) {
   SetStep("handshake", 0);
@@ -471,6 +517,7 @@ void MpiCommunicator::ShakeHands(const std::string& identity) {
   CopyText(Version(), own.version);
   CopyText(Name(DefaultIsa()), own.isa);
   CopyText(identity, own.other);
+  own.hash = Hash(identity);
   // Each rank compares itself with rank 0; rank 0 goes through all of them.
   const auto shake = [&](int peer) {
     Identity theirs;
@@ -478,12 +525,17 @@ void MpiCommunicator::ShakeHands(const std::string& identity) {
              peer);
     const auto compare = [&](const char* what, const char* mine, const char* others) {
       if (std::string_view(mine) == others) return;
-      Fail(std::string("it has ") + what + " '" + mine + "', rank " + std::to_string(peer) +
-           " has '" + others + "'; they must be the same on all ranks");
+      Fail(std::string("it has ") + what + " '" + Difference(mine, others) + "', rank " +
+           std::to_string(peer) + " has '" + Difference(others, mine) +
+           "'; they must be the same on all ranks");
     };
     compare("version", own.version.data(), theirs.version.data());
     compare("instruction set", own.isa.data(), theirs.isa.data());
     compare("options", own.other.data(), theirs.other.data());
+    if (own.hash != theirs.hash) {
+      Fail("its options differ from those of rank " + std::to_string(peer) +
+           " far from their beginning; they must be the same on all ranks");
+    }
   };
   for (int peer = rank_ == 0 ? 1 : 0; peer < (rank_ == 0 ? size_ : 1); ++peer) shake(peer);
   ResetCounters();
@@ -517,8 +569,12 @@ std::unique_ptr<Communicator> MakeMpiCommunicator(MPI_Comm comm, const MpiOption
   Require(options.timeout.count() > 0 && options.timeout <= ThreadGroup::kMaxTimeout, "timeout is ",
           options.timeout.count(), " ms; it must be from 1 to ", ThreadGroup::kMaxTimeout.count());
   int initialised = 0;
+  int finalised = 0;
   MPI_Initialized(&initialised);
+  MPI_Finalized(&finalised);
   Require(initialised != 0, "MPI_Init_thread has not been called");
+  Require(finalised == 0, "MPI_Finalize has been called");
+  Require(comm != MPI_COMM_NULL, "the communicator is MPI_COMM_NULL; it must have ranks");
   return std::make_unique<MpiCommunicator>(comm, options);
 }
 

@@ -2,10 +2,12 @@
 
 #include <mpi.h>
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
 #include <limits>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <utility>
@@ -18,7 +20,6 @@ namespace {
 
 constexpr std::chrono::milliseconds kGrace{500};  // for the better message of a communicator
 constexpr std::chrono::milliseconds kLastWords{500};
-constexpr std::chrono::seconds kPatience{2};  // with an MPI_Abort that does not return
 
 // Open MPI reads these when it starts; what the user has set stays.
 void SetDefaults(int threads_per_rank) {
@@ -32,14 +33,21 @@ void SetDefaults(int threads_per_rank) {
   }
 }
 
-// Calls `bark` if it lives longer than it should.
+// Calls `bark` if it lives longer than it should, or longer than that after it was fed.
 class Watchdog {
  public:
   Watchdog(std::chrono::milliseconds patience, std::function<void()> bark)
       : thread_([this, patience, bark = std::move(bark)] {
           std::unique_lock lock(mutex_);
-          if (!ended_.wait_for(lock, patience, [&] { return done_; })) bark();
+          int meals = 0;
+          do {
+            meals = meals_;
+            if (ended_.wait_for(lock, patience, [&] { return done_; })) return;
+          } while (meals != meals_);
+          bark();
         }) {}
+
+  void Feed() { ++meals_; }
 
   ~Watchdog() {
     {
@@ -51,6 +59,7 @@ class Watchdog {
   }
 
  private:
+  std::atomic<int> meals_ = 0;
   std::mutex mutex_;
   std::condition_variable ended_;
   bool done_ = false;
@@ -58,8 +67,6 @@ class Watchdog {
 };
 
 }  // namespace
-
-bool MpiWorld::IsBuiltIn() { return true; }
 
 MpiWorld::MpiWorld(const Options& options) : options_(options) {
   SetDefaults(options.threads_per_rank);
@@ -81,31 +88,24 @@ MpiWorld::~MpiWorld() {
   MPI_Finalize();
 }
 
-void MpiWorld::SumByMpi(std::span<const float> values, std::span<float> sums) {
-  Require(values.size() == sums.size() && values.size() <= std::numeric_limits<int>::max(),
-          "cannot sum ", values.size(), " values to ", sums.size());
-  if (MPI_Allreduce(values.data(), sums.data(), static_cast<int>(values.size()), MPI_FLOAT, MPI_SUM,
-                    MPI_COMM_WORLD) != MPI_SUCCESS) {
-    Throw<CommError>("MPI_Allreduce failed");
-  }
+MpiSum MpiWorld::SumByMpi() const {
+  auto watchdog =
+      std::make_shared<Watchdog>(options_.timeout, [this] { options_.stuck("mpi-sum"); });
+  return [watchdog](std::span<const float> values, std::span<float> sums) {
+    Require(values.size() == sums.size() && values.size() <= std::numeric_limits<int>::max(),
+            "cannot sum ", values.size(), " values to ", sums.size());
+    watchdog->Feed();
+    // Open MPI ends the program if this fails.
+    MPI_Allreduce(values.data(), sums.data(), static_cast<int>(values.size()), MPI_FLOAT, MPI_SUM,
+                  MPI_COMM_WORLD);
+  };
 }
 
 void MpiWorld::End(int exit_code) noexcept {
   std::fflush(nullptr);
-  int initialised = 0;
-  MPI_Initialized(&initialised);
-  if (initialised == 0) std::_Exit(exit_code);
   std::this_thread::sleep_for(kLastWords);
-  // A dead link can keep MPI_Abort from returning.
-  try {
-    std::thread([exit_code] {
-      std::this_thread::sleep_for(kPatience);
-      std::_Exit(exit_code);
-    }).detach();
-  } catch (const std::system_error&) {
-    std::_Exit(exit_code);
-  }
-  MPI_Abort(MPI_COMM_WORLD, exit_code);
+  // Not by MPI_Abort, which a dead link can keep from returning: mpirun ends a job that a process
+  // has left with an error, and passes its code on.
   std::_Exit(exit_code);
 }
 

@@ -16,7 +16,10 @@ struct Launch {
   int rank = 0;
   int host_ranks = 1;  // on this host
 };
+// Throws ArgumentError if that makes no sense.
 Launch FindLaunch();
+
+using MpiSum = std::function<void(std::span<const float> values, std::span<float> sums)>;
 
 // MPI, from its initialisation to its end, for a program whose ranks are its processes. A build
 // without MPI has a stub of it, which throws.
@@ -26,12 +29,10 @@ class MpiWorld {
     int threads_per_rank = 1;
     std::chrono::milliseconds timeout{60'000};
     std::string identity = {};  // what must be the same on all ranks
-    // Called, on a thread of its own, if MPI has not started or ended a while after the timeout:
-    // its own calls know none. Must end the process.
+    // Called, on a thread of its own, if a call of MPI that knows no deadline lasts longer than the
+    // timeout: its start and end, say. Must end the process.
     std::function<void(const char* what)> stuck = {};
   };
-
-  static bool IsBuiltIn();
 
   // Throws CommError if this build has no MPI, or MPI cannot start; otherwise as
   // MakeMpiCommunicator.
@@ -43,8 +44,9 @@ class MpiWorld {
 
   Communicator& comm() { return *comm_; }
 
-  // The sum over all ranks by MPI_Allreduce, to compare times with.
-  static void SumByMpi(std::span<const float> values, std::span<float> sums);
+  // The sum over all ranks by MPI_Allreduce, to compare times with. It knows no deadline, so
+  // `stuck` is called if one is not followed by another, or by the result's end, in time.
+  MpiSum SumByMpi() const;
 
   // Ends the processes of all ranks, which may hang, with an exit code. Ranks that have failed too
   // get a moment to say so.
