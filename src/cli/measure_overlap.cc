@@ -2,36 +2,25 @@
 
 #include <algorithm>
 #include <memory>
-#include <string_view>
 #include <vector>
 
 #include "cli/limits.h"
 #include "cli/ranks.h"
+#include "comm/borrowed_communicator.h"
 
 namespace treeline::cli {
 namespace {
 
 // Every transfer has ended when Start returns.
-class SerialCommunicator final : public Communicator {
+class SerialCommunicator final : public BorrowedCommunicator {
  public:
-  explicit SerialCommunicator(Communicator& comm) : comm_(comm) {}
+  using BorrowedCommunicator::BorrowedCommunicator;
 
   double seconds() const { return seconds_; }  // of all transfers
 
-  int rank() const override { return comm_.rank(); }
-  int size() const override { return comm_.size(); }
-  std::span<const int> hosts() const override { return comm_.hosts(); }
-  std::chrono::milliseconds timeout() const override { return comm_.timeout(); }
   std::unique_ptr<Transfer> Start(const Message& message) override {
-    seconds_ += TimeOnce([&] { comm_.Start(message)->Wait(); });
+    seconds_ += TimeOnce([&] { comm().Start(message)->Wait(); });
     return std::make_unique<Ended>();
-  }
-  bool Progress() noexcept override { return comm_.Progress(); }
-  void Abort(std::string_view why) noexcept override { comm_.Abort(why); }
-  CommCounters counters() const override { return comm_.counters(); }
-  void ResetCounters() override { comm_.ResetCounters(); }
-  void SetStep(const char* step, std::uint64_t signature) override {
-    comm_.SetStep(step, signature);
   }
 
  private:
@@ -40,7 +29,6 @@ class SerialCommunicator final : public Communicator {
     void Wait() override {}
   };
 
-  Communicator& comm_;
   double seconds_ = 0.0;
 };
 

@@ -9,7 +9,7 @@
 namespace treeline {
 
 Subgroup::Subgroup(Communicator& parent, std::vector<int> members)
-    : parent_(parent), members_(std::move(members)) {
+    : BorrowedCommunicator(parent), members_(std::move(members)) {
   const auto self = std::find(members_.begin(), members_.end(), parent.rank());
   Require(self != members_.end(), "rank ", parent.rank(), " is not in its own group");
   rank_ = static_cast<int>(self - members_.begin());
@@ -24,7 +24,7 @@ std::unique_ptr<Transfer> Subgroup::Start(const Message& message) {
   Message mapped = message;
   mapped.to = ToParent(message.to);
   mapped.from = ToParent(message.from);
-  return parent_.Start(mapped);
+  return comm().Start(mapped);
 }
 
 int Subgroup::ToParent(int rank) const {

@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "treeline/comm.h"
+#include "comm/borrowed_communicator.h"
 
 namespace treeline::test {
 
@@ -23,24 +23,12 @@ struct Disturbance {
 // Hands everything on to a communicator that it borrows, with random delays before and after, and
 // fails where it is told to. A message with two sides may become two transfers, in either order,
 // with a delay between.
-class DisturbedCommunicator final : public Communicator {
+class DisturbedCommunicator final : public BorrowedCommunicator {
  public:
   DisturbedCommunicator(Communicator& comm, Disturbance disturbance)
-      : comm_(comm),
+      : BorrowedCommunicator(comm),
         disturbance_(std::move(disturbance)),
         random_(disturbance_.seed * 1024 + static_cast<unsigned>(comm.rank()) + 1) {}
-
-  int rank() const override { return comm_.rank(); }
-  int size() const override { return comm_.size(); }
-  std::span<const int> hosts() const override { return comm_.hosts(); }
-  std::chrono::milliseconds timeout() const override { return comm_.timeout(); }
-  bool Progress() noexcept override { return comm_.Progress(); }
-  void Abort(std::string_view why) noexcept override { comm_.Abort(why); }
-  CommCounters counters() const override { return comm_.counters(); }
-  void ResetCounters() override { comm_.ResetCounters(); }
-  void SetStep(const char* step, std::uint64_t signature) override {
-    comm_.SetStep(step, signature);
-  }
 
   std::unique_ptr<Transfer> Start(const Message& message) override {
     CountCall();
@@ -50,11 +38,11 @@ class DisturbedCommunicator final : public Communicator {
                                     {.send = message.send, .to = message.to}};
       if (Percent(50)) std::swap(messages[0], messages[1]);
       for (const Message& half : messages) {
-        halves->Add(comm_.Start(half));
+        halves->Add(comm().Start(half));
         Delay();
       }
     } else {
-      halves->Add(comm_.Start(message));
+      halves->Add(comm().Start(message));
     }
     return halves;
   }
@@ -96,7 +84,6 @@ class DisturbedCommunicator final : public Communicator {
     std::this_thread::sleep_for(std::chrono::microseconds(random_() % 50));
   }
 
-  Communicator& comm_;
   const Disturbance disturbance_;
   std::minstd_rand random_;
   int calls_ = 0;
