@@ -226,20 +226,22 @@ class MpiCommunicator::Move final : public Transfer {
   // Bytes [begin, end) of the message, wherever their pieces lie.
   void SendSegment(std::size_t begin, std::size_t end, int tag) {
     std::vector<int> lengths;
-    std::vector<MPI_Aint> addresses;
+    std::vector<const std::byte*> starts;
     std::size_t first = 0;  // of the piece
     for (const ConstBytes& piece : message_.send) {
       const std::size_t from = std::max(begin, first);
       const std::size_t to = std::min(end, first + piece.size());
       if (from < to) {
         lengths.push_back(static_cast<int>(to - from));
-        MPI_Get_address(piece.data() + (from - first), &addresses.emplace_back());
+        starts.push_back(piece.data() + (from - first));
       }
       first += piece.size();
     }
     if (lengths.size() == 1) {  // the usual case, for which MPI is faster
-      return Send(reinterpret_cast<const void*>(addresses[0]), lengths[0], MPI_BYTE, tag);
+      return Send(starts[0], lengths[0], MPI_BYTE, tag);
     }
+    std::vector<MPI_Aint> addresses(starts.size());
+    for (std::size_t i = 0; i < starts.size(); ++i) MPI_Get_address(starts[i], &addresses[i]);
     MPI_Datatype type = MPI_DATATYPE_NULL;
     Check(MPI_Type_create_hindexed(static_cast<int>(lengths.size()), lengths.data(),
                                    addresses.data(), MPI_BYTE, &type),
@@ -554,7 +556,8 @@ void MpiCommunicator::FindHosts() {
   Check(MPI_Iallgather(own.data(), own.size(), MPI_BYTE, names.data(), own.size(), MPI_BYTE,
                        messages_, &request),
         "MPI_Iallgather");
-  AwaitRequest(request);  // NOLINT(clang-analyzer-optin.mpi.MPI-Checker): it is waited for there
+  AwaitRequest(request);
+  // NOLINTNEXTLINE(clang-analyzer-optin.mpi.MPI-Checker): it has been waited for
   std::map<HostName, int> numbers;
   for (std::size_t r = 0; r < names.size(); ++r) {
     hosts_[r] = numbers.emplace(names[r], static_cast<int>(numbers.size())).first->second;
