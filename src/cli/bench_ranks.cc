@@ -10,6 +10,7 @@
 #include "cli/ranks.h"
 #include "cli/report.h"
 #include "core/check.h"
+#include "schedule/collectives/collectives.h"
 #include "treeline/thread_pool.h"
 
 namespace treeline::cli {
@@ -210,8 +211,9 @@ void Run(Options options) {
   const Machine machine = DescribeMachine();
   const int most = *std::max_element(options.ranks.begin(), options.ranks.end());
   ThreadPool pool(std::min(RanksHere(most) * options.threads, machine.cores));
-  // One process measures: others would only disturb it.
-  const Limits limits = IsFirst() ? MeasureLimits({.pool = &pool, .isa = isa}) : Limits{};
+  const Limits limits = MeasureLimitsAlone({.pool = &pool, .isa = isa}, [] {
+    if (Communicator* comm = Processes()) Barrier(*comm);
+  });
   const bool print = options.json != "-" && IsFirst();
   if (print) {
     std::printf("%s, %s: reads %.1f GB/s, multiplies and adds %.1f GFLOP/s\n", machine.cpu.c_str(),

@@ -2,19 +2,32 @@
 
 #include "cli/limits.h"
 #include "cli/problem.h"
+#include "cli/ranks.h"
 
 namespace treeline::cli {
+namespace {
 
-Limits MeasureLimits(const Context& context) {
-  constexpr int kRepeats = 5;
+constexpr int kRepeats = 5;
+
+}  // namespace
+
+Limits MeasureLimits(const Context& context, const std::function<void()>& pause) {
   const HugeBuffer buffer(std::size_t{512} << 20);
   std::vector<double> read;
   std::vector<double> fma;
   for (int i = 0; i < kRepeats; ++i) {
+    pause();
     read.push_back(ReadBandwidth(context, buffer.data(), buffer.size()));
+    pause();
     fma.push_back(FmaPeak(context));
   }
   return {Median(read) / 1e9, Median(fma) / 1e9};
+}
+
+Limits MeasureLimitsAlone(const Context& context, const std::function<void()>& pause) {
+  if (IsFirst()) return MeasureLimits(context, pause);
+  for (int i = 0; i < 2 * kRepeats; ++i) pause();
+  return {};
 }
 
 nlohmann::ordered_json ToJson(const Machine& machine, Isa isa) {

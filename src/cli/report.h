@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <nlohmann/json.hpp>
 
 #include "cli/machine.h"
@@ -12,7 +13,13 @@ struct Limits {
   double read_gbps = 0.0;   // four streams a thread, over 512 MiB
   double fma_gflops = 0.0;  // f32 multiply-adds in registers
 };
-Limits MeasureLimits(const Context& context);
+Limits MeasureLimits(
+    const Context& context, const std::function<void()>& pause = [] {});
+
+// The same on the first of several processes, while the others wait: they would disturb it.
+// pause(), which waits for all of them, comes often enough for none to wait too long. The others
+// get zeros.
+Limits MeasureLimitsAlone(const Context& context, const std::function<void()>& pause);
 
 // The `machine` and `limits` objects of every report.
 nlohmann::ordered_json ToJson(const Machine& machine, Isa isa);
