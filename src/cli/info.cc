@@ -121,7 +121,10 @@ void AddInfo(CLI::App& program) {
                        "Also show the ranks, their hosts, and what links cost: threads, or the "
                        "processes that mpirun has started (threads or mpi)")
           ->expected(0, 1)
-          ->check(CLI::IsMember({"threads", "mpi", "{}"}))
+          ->check([](const std::string& given) {
+            const bool good = given == "threads" || given == "mpi" || given == "{}";  // "{}": alone
+            return good ? "" : given + " not in {threads,mpi}";
+          })
           ->type_name("WHAT");
   command->add_option("--ranks", options->ranks, "Number of ranks (default: 2, or mpirun's)")
       ->check(CLI::Range(1, ThreadGroup::kMaxRanks))

@@ -1,5 +1,7 @@
 #include "cli/links.h"
 
+#include <cerrno>
+#include <cstring>
 #include <fstream>
 
 #include "core/check.h"
@@ -36,7 +38,7 @@ nlohmann::ordered_json LinksToJson(const CostModel& model) {
 
 Links ReadLinks(const std::string& file) {
   std::ifstream stream(file);
-  if (!stream) Throw<FormatError>("cannot read '", file, "'");
+  if (!stream) Throw<FormatError>("cannot read '", file, "': ", std::strerror(errno));
   const nlohmann::json json = nlohmann::json::parse(stream, nullptr, /*allow_exceptions=*/false);
   if (!json.is_object()) Throw<FormatError>("'", file, "' is no JSON object");
   const nlohmann::json links = json.value("comm", json);

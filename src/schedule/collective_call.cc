@@ -12,11 +12,8 @@ bool SamePositions(const Positions& a, const Positions& b) {
   return true;
 }
 
-// FNV-1a: short inputs, no adversary.
 Signature& Signature::AddBytes(std::span<const std::byte> bytes) {
-  for (const std::byte byte : bytes) {
-    hash_ = (hash_ ^ static_cast<std::uint64_t>(byte)) * 1099511628211u;
-  }
+  hash_.Add(bytes);
   return *this;
 }
 

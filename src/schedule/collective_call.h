@@ -5,6 +5,7 @@
 #include <span>
 #include <string_view>
 
+#include "core/hash.h"
 #include "treeline/schedule.h"
 
 namespace treeline {
@@ -35,12 +36,12 @@ class Signature {
   // Of all ranks.
   Signature& Add(std::span<const Positions> shards);
 
-  std::uint64_t value() const { return hash_; }
+  std::uint64_t value() const { return hash_.value(); }
 
  private:
   Signature& AddBytes(std::span<const std::byte> bytes);
 
-  std::uint64_t hash_ = 14695981039346656037u;
+  Hash hash_;
 };
 
 // Whether two shards hold the same tokens.

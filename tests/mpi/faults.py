@@ -180,8 +180,10 @@ def cut(options):
     expect(code in (3, 125), f'exit code {code}', output)
     expect(ends == ['3'] * RANKS, f'ranks ended with {ends}, not all with 3', output)
     expect_line(output)
-    names = os.listdir('/run/netns') if os.path.isdir('/run/netns') else []
-    expect(not [n for n in names if n.startswith('netlab-')], 'a namespace was left', output)
+    for folder in ('/run/netns', tempfile.gettempdir()):
+        names = os.listdir(folder) if os.path.isdir(folder) else []
+        left = [n for n in names if n.startswith('netlab-') or n.startswith('ompi.netlab-')]
+        expect(not left, f'{left} were left in {folder}', output)
 
 
 def control(options):

@@ -3,6 +3,10 @@
 
 #include <gtest/gtest.h>
 
+#include <chrono>
+#include <thread>
+#include <vector>
+
 #include "cli/rank_check.h"
 #include "cli/ranks.h"
 #include "sanitized.h"
@@ -89,6 +93,35 @@ TEST(ProcessTest, ComputesGradientsAsThreadsDo) {
     SCOPED_TRACE(testing::Message() << Name(layout));
     ExpectSame(problem.Backward(SetupOf(layout, false)), problem.Backward(SetupOf(layout, true)));
   }
+}
+
+// Nobody waits: what a rank calls while it computes must be enough for large messages to arrive.
+TEST(ProcessTest, MessagesMoveByProgressAlone) {
+  Communicator& comm = *Processes();
+  if (comm.size() == 1) return;
+  constexpr std::size_t kBytes = std::size_t{8} << 20;
+  const std::vector<std::byte> out(kBytes, std::byte{7});
+  std::vector<std::byte> in(kBytes);
+  const ConstBytes piece = out;
+  const auto transfer = comm.Start({.send = {&piece, 1},
+                                    .to = (comm.rank() + 1) % comm.size(),
+                                    .receive = in,
+                                    .from = (comm.rank() + comm.size() - 1) % comm.size()});
+  const auto has_come = [&] {
+    const volatile std::byte* bytes = in.data();
+    for (std::size_t i = 0; i < kBytes; i += 4096) {
+      if (bytes[i] != std::byte{7}) return false;
+    }
+    return bytes[kBytes - 1] == std::byte{7};
+  };
+  const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+  while (!has_come() && std::chrono::steady_clock::now() < until) {
+    EXPECT_FALSE(comm.Progress());
+    std::this_thread::yield();
+  }
+  EXPECT_TRUE(has_come());
+  // Others may still need this rank: a message that it sent is on its way until they have it.
+  transfer->Wait();
 }
 
 // One device, threads and processes.

@@ -21,6 +21,7 @@
 
 #include "comm/channel_end.h"
 #include "core/check.h"
+#include "core/hash.h"
 #include "treeline/isa.h"
 #include "treeline/mpi.h"
 #include "treeline/version.h"
@@ -66,13 +67,6 @@ void Check(int code, const char* call) {
   int length = 0;
   MPI_Error_string(code, text.data(), &length);
   Throw<CommError>(call, " failed: ", text.data());
-}
-
-// FNV-1a: no adversary.
-std::uint64_t Hash(std::string_view text) {
-  std::uint64_t hash = 14695981039346656037u;
-  for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 1099511628211u;
-  return hash;
 }
 
 std::size_t CountBytes(std::span<const ConstBytes> pieces) {
@@ -519,7 +513,9 @@ void MpiCommunicator::ShakeHands(const std::string& identity) {
   CopyText(Version(), own.version);
   CopyText(Name(DefaultIsa()), own.isa);
   CopyText(identity, own.other);
-  own.hash = Hash(identity);
+  Hash hash;
+  hash.Add(std::as_bytes(std::span(identity)));
+  own.hash = hash.value();
   // Each rank compares itself with rank 0; rank 0 goes through all of them.
   const auto shake = [&](int peer) {
     Identity theirs;
