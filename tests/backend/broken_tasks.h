@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <functional>
 #include <limits>
@@ -113,45 +114,35 @@ struct Broken {
 using BrokenForward = Broken<Forward>;
 using BrokenBackward = Broken<Backward>;
 
-// Alone, and after a valid task: nothing of either is written.
-inline void ExpectErrors(const std::vector<BrokenForward>& cases) {
+// Alone, and after a valid task: nothing of either is written. `task` is what `call` takes of a
+// problem.
+template <class Problem, class Task, class Call>
+void ExpectErrorsOf(const std::vector<Broken<Problem>>& cases, Task Problem::*task,
+                    const Call& call) {
   for (const auto& [change, thing, value] : cases) {
     SCOPED_TRACE(testing::Message() << thing << " … " << value);
-    Forward good, bad;
+    Problem good, bad;
     change(bad);
-    const std::vector<AttendTask> tasks{good.task, bad.task};
-    EXPECT_THAT(
-        [&] {
-          Attend(bad.spec, {&bad.task, 1});
-        },
-        testing::ThrowsMessage<ArgumentError>(
-            testing::AllOf(testing::HasSubstr(thing), testing::HasSubstr(value))));
-    EXPECT_THAT([&] { Attend(bad.spec, tasks); },
-                testing::ThrowsMessage<ArgumentError>(
-                    testing::AllOf(testing::HasSubstr(thing), testing::HasSubstr(value))));
+    const std::vector<Task> alone{bad.*task};
+    const std::vector<Task> second{good.*task, bad.*task};
+    for (const std::vector<Task>& tasks : {alone, second}) {
+      EXPECT_THAT([&] { call(bad.spec, tasks); },
+                  testing::ThrowsMessage<ArgumentError>(
+                      testing::AllOf(testing::HasSubstr(thing), testing::HasSubstr(value))));
+    }
     EXPECT_TRUE(good.Untouched());
     EXPECT_TRUE(bad.Untouched());
   }
 }
 
+inline void ExpectErrors(const std::vector<BrokenForward>& cases) {
+  ExpectErrorsOf(cases, &Forward::task,
+                 [](const auto& spec, const auto& tasks) { Attend(spec, tasks); });
+}
+
 inline void ExpectErrors(const std::vector<BrokenBackward>& cases) {
-  for (const auto& [change, thing, value] : cases) {
-    SCOPED_TRACE(testing::Message() << thing << " … " << value);
-    Backward good, bad;
-    change(bad);
-    const std::vector<BackwardTask> tasks{good.gradients, bad.gradients};
-    EXPECT_THAT(
-        [&] {
-          AttendBackward(bad.spec, {&bad.gradients, 1});
-        },
-        testing::ThrowsMessage<ArgumentError>(
-            testing::AllOf(testing::HasSubstr(thing), testing::HasSubstr(value))));
-    EXPECT_THAT([&] { AttendBackward(bad.spec, tasks); },
-                testing::ThrowsMessage<ArgumentError>(
-                    testing::AllOf(testing::HasSubstr(thing), testing::HasSubstr(value))));
-    EXPECT_TRUE(good.Untouched());
-    EXPECT_TRUE(bad.Untouched());
-  }
+  ExpectErrorsOf(cases, &Backward::gradients,
+                 [](const auto& spec, const auto& tasks) { AttendBackward(spec, tasks); });
 }
 
 }  // namespace treeline::test

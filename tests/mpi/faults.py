@@ -167,7 +167,15 @@ def over_hosts(options):
             '--deadline', '120', '--']
 
 
+def left_over():
+    """What netlab makes and must take down: namespaces, and folders of its own and of Open MPI."""
+    return {os.path.join(folder, name)
+            for folder in ('/run/netns', tempfile.gettempdir()) if os.path.isdir(folder)
+            for name in os.listdir(folder) if name.startswith(('netlab-', 'ompi.netlab-'))}
+
+
 def cut(options):
+    before = left_over()
     with tempfile.NamedTemporaryFile('r') as codes:
         # What each rank ends with: mpirun, which has lost a host as well, may wait for it for ever.
         script = f'"$0" "$@"; echo $? >>{codes.name}'
@@ -180,10 +188,8 @@ def cut(options):
     expect(code in (3, 125), f'exit code {code}', output)
     expect(ends == ['3'] * RANKS, f'ranks ended with {ends}, not all with 3', output)
     expect_line(output)
-    for folder in ('/run/netns', tempfile.gettempdir()):
-        names = os.listdir(folder) if os.path.isdir(folder) else []
-        left = [n for n in names if n.startswith('netlab-') or n.startswith('ompi.netlab-')]
-        expect(not left, f'{left} were left in {folder}', output)
+    left = left_over() - before
+    expect(not left, f'{left} were left', output)
 
 
 def control(options):
