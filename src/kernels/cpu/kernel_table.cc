@@ -18,6 +18,12 @@ KernelTable MakeTable(Isa isa) {
           .backward_workspace = BackwardWorkspace,
           .backward = Backward,
           .merge = MergeRows,
+          .panel_rows = PanelRows,
+          .pack_panel = PackPanel,
+          .multiply_panel = MultiplyPanel,
+          .rms_norm = RmsNorm,
+          .rotate = Rotate,
+          .swiglu = SwiGlu,
           .read_probe = ReadProbe,
           .fma_probe = FmaProbe};
 }

@@ -85,6 +85,41 @@ struct MergeArgs {
 };
 inline constexpr std::size_t kMaxMergeParts = 64;
 
+// Rows of a matrix, turned round so that a column of them lies together: panel [depth, panel_rows],
+// 64-byte aligned; rows beyond `rows` are 0. `depth` is a multiple of 4; source and stride are
+// aligned to 16 bytes.
+struct PackArgs {
+  const float* source;  // [rows, depth], rows `stride` floats apart
+  std::int64_t stride;
+  int rows;  // at most panel_rows
+  int depth;
+  float* panel;
+};
+
+// c [tokens, rows] = a [tokens, depth] * panel, or += it. A sum runs over `depth` in order,
+// whatever else is computed: its bits depend on its own token and row only.
+struct PanelArgs {
+  const float* a;
+  std::int64_t a_stride;  // floats between tokens
+  const float* panel;     // [depth, panel_rows]
+  int tokens;
+  int rows;  // at most panel_rows
+  int depth;
+  float* c;
+  std::int64_t c_stride;
+  bool add;
+};
+
+// Rotates pairs of neighbours in each head by angles that are given.
+struct RotateArgs {
+  float* x;  // [heads, head_dim]
+  int heads;
+  int head_dim;
+  int pairs;             // of the beginning of a head; the rest stays
+  const float* cosines;  // [pairs]
+  const float* sines;    // [pairs]
+};
+
 // Limits of the machine, for reports.
 struct ProbeArgs {
   const std::byte* data;  // read by `read_probe`, four streams at a time
@@ -102,6 +137,14 @@ struct KernelTable {
   std::size_t (*backward_workspace)(const AttentionSpec& spec) noexcept;
   void (*backward)(const BackwardArgs& args) noexcept;
   void (*merge)(const MergeArgs& args) noexcept;
+  int (*panel_rows)() noexcept;
+  void (*pack_panel)(const PackArgs& args) noexcept;
+  void (*multiply_panel)(const PanelArgs& args) noexcept;
+  // out = x / sqrt(mean of squares + epsilon) * weight: [n] each, not overlapping.
+  void (*rms_norm)(const float* x, const float* weight, int n, float epsilon, float* out) noexcept;
+  void (*rotate)(const RotateArgs& args) noexcept;
+  // gate = gate * logistic(gate) * up: [n] each.
+  void (*swiglu)(float* gate, const float* up, int n) noexcept;
   // Returns a checksum, so that no read can be left out.
   std::uint64_t (*read_probe)(const ProbeArgs& args) noexcept;
   // Returns the floating-point operations done.

@@ -22,6 +22,12 @@ void Decode(const DecodeArgs& args) noexcept;
 std::size_t BackwardWorkspace(const AttentionSpec& spec) noexcept;
 void Backward(const BackwardArgs& args) noexcept;
 void MergeRows(const MergeArgs& args) noexcept;
+int PanelRows() noexcept;
+void PackPanel(const PackArgs& args) noexcept;
+void MultiplyPanel(const PanelArgs& args) noexcept;
+void RmsNorm(const float* x, const float* weight, int n, float epsilon, float* out) noexcept;
+void Rotate(const RotateArgs& args) noexcept;
+void SwiGlu(float* gate, const float* up, int n) noexcept;
 std::uint64_t ReadProbe(const ProbeArgs& args) noexcept;
 double FmaProbe(const ProbeArgs& args) noexcept;
 

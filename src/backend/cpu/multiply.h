@@ -1,0 +1,25 @@
+#pragma once
+
+#include <cstdint>
+
+#include "treeline/context.h"
+
+namespace treeline::cpu {
+
+// A matrix whose rows are widened to floats piece by piece, so that it may be quantized.
+struct RowSource {
+  // target[0, end - begin) = row[begin, end). Both ends are multiples of 256, or the row's own.
+  void (*read)(const void* matrix, std::int64_t row, std::int64_t begin, std::int64_t end,
+               float* target) noexcept;
+  const void* matrix;
+  std::int64_t row_begin;  // rows [row_begin, row_end) of the matrix are multiplied
+  std::int64_t row_end;
+  std::int64_t columns;  // a multiple of 4
+};
+
+// out [tokens, rows] = x [tokens, columns] * rows^T. Rows of x and out are so many floats apart. An
+// element's bits depend on its own token and row only. Needs about 200 KB a thread.
+void Multiply(const Context& context, const RowSource& rows, const float* x, std::int64_t x_stride,
+              std::int64_t tokens, float* out, std::int64_t out_stride);
+
+}  // namespace treeline::cpu
