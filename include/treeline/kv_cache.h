@@ -88,9 +88,10 @@ class KvCache {
   void Truncate(SequenceId id, std::int64_t length);
 
   // Stores rows of one layer in slots that were grown, written before or not: k [slots, kv_heads,
-  // head_dim] and v [slots, kv_heads, v_head_dim] in f32, bf16 or f16, outside of this cache, with
-  // any strides that keep rows aligned. They are rounded to the cache's dtype; rows that have it
-  // already are copied. Takes a free page for each page of the range that is shared.
+  // head_dim] and v [slots, kv_heads, v_head_dim] in f32, bf16, f16 or the cache's own dtype,
+  // outside of this cache, with any strides that keep rows aligned. They are rounded to the cache's
+  // dtype; rows that have it already are copied. Takes a free page for each page of the range that
+  // is shared.
   void Write(SequenceId id, int layer, SlotRange slots, const TensorView& k, const TensorView& v);
 
   // What this rank holds of one layer, where it lies. Valid until the sequence itself grows, is
@@ -99,6 +100,8 @@ class KvCache {
 
   // Pages that sequences hold; a shared one counts once.
   std::int64_t used_pages() const { return used_pages_; }
+  // The most that they ever held.
+  std::int64_t peak_pages() const { return peak_pages_; }
   std::int64_t free_pages() const { return options_.pages - used_pages_; }
   std::size_t bytes_per_page() const { return static_cast<std::size_t>(page_bytes_); }
 
@@ -159,6 +162,7 @@ class KvCache {
   std::vector<Page> pages_;         // all that were ever allocated
   std::vector<std::size_t> spare_;  // those without holders; has room for all
   std::int64_t used_pages_ = 0;
+  std::int64_t peak_pages_ = 0;
   std::map<SequenceId, Sequence> sequences_;  // a node keeps its address while others come and go
   std::int64_t last_id_ = 0;
   int next_first_rank_ = 0;

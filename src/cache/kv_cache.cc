@@ -58,9 +58,9 @@ void RequireStride(const char* name, const char* dimension, std::int64_t count, 
 }
 
 void RequireSource(const char* name, const TensorView& view, std::int64_t tokens, int heads,
-                   int dim) {
-  Require(Name(view.dtype) != Name(DType::kQ8_0), name,
-          " is q8_0; rows are written from f32, bf16 or f16");
+                   int dim, DType target) {
+  Require(Name(view.dtype) != Name(DType::kQ8_0) || target == DType::kQ8_0, name,
+          " is q8_0; rows of ", Name(target), " are written from f32, bf16 or f16");
   Require(view.tokens == tokens, name, " has ", view.tokens, " tokens; there are ", tokens,
           " slots to write");
   Require(view.heads == heads, name, " has ", view.heads, " heads; the cache has ", heads);
@@ -190,8 +190,8 @@ void KvCache::Write(SequenceId id, int layer, SlotRange slots, const TensorView&
           "slots are [", slots.begin, ", ", slots.end, "); sequence ", Number(id),
           " has slots [0, ", sequence.slots, ") on rank ", options_.rank);
   const std::array<const TensorView*, 2> sources{&k, &v};
-  RequireSource("k", k, slots.size(), options_.kv_heads, options_.head_dim);
-  RequireSource("v", v, slots.size(), options_.kv_heads, options_.v_head_dim);
+  RequireSource("k", k, slots.size(), options_.kv_heads, options_.head_dim, options_.dtype);
+  RequireSource("v", v, slots.size(), options_.kv_heads, options_.v_head_dim, options_.dtype);
   if (slots.size() == 0) return;
 
   const std::int64_t page_slots = options_.page_slots;

@@ -66,6 +66,7 @@ std::size_t KvCache::Take() noexcept {
   spare_.pop_back();
   pages_[page].holders = 1;
   ++used_pages_;
+  peak_pages_ = std::max(peak_pages_, used_pages_);
   return page;
 }
 

@@ -1,13 +1,32 @@
 #include "treeline/memory.h"
 
+#include <sys/mman.h>
+
 #include <cstring>
 #include <new>
 #include <utility>
 
 namespace treeline {
 namespace {
-constexpr std::align_val_t kAlignment{64};
+
+constexpr std::size_t kHugePage = std::size_t{2} << 20;
+
+// Of large memory: whole huge pages, so that streams through it do not miss the TLB at every 4 KB.
+bool IsLarge(std::size_t bytes) { return bytes >= 2 * kHugePage; }
+
+std::align_val_t AlignmentOf(std::size_t bytes) {
+  return std::align_val_t{IsLarge(bytes) ? kHugePage : 64};
 }
+
+std::byte* Allocate(std::size_t bytes) {
+  void* data = ::operator new(bytes, AlignmentOf(bytes));
+#ifdef MADV_HUGEPAGE
+  if (IsLarge(bytes)) madvise(data, bytes, MADV_HUGEPAGE);  // a wish: without it, all is as right
+#endif
+  return static_cast<std::byte*>(data);
+}
+
+}  // namespace
 
 void MemoryTracker::Counter::Add(std::size_t bytes) {
   const std::size_t now = held.fetch_add(bytes, std::memory_order_relaxed) + bytes;
@@ -42,10 +61,7 @@ void MemoryTracker::ResetPeaks() {
 }
 
 TrackedBuffer::TrackedBuffer(std::size_t bytes, Purpose purpose, MemoryTracker* tracker)
-    : data_(static_cast<std::byte*>(::operator new(bytes, kAlignment))),
-      bytes_(bytes),
-      purpose_(purpose),
-      tracker_(tracker) {
+    : data_(Allocate(bytes)), bytes_(bytes), purpose_(purpose), tracker_(tracker) {
 #ifndef NDEBUG
   std::memset(data_, 0xFF, bytes_);  // NaN: reading what was not written shows
 #endif
@@ -54,7 +70,7 @@ TrackedBuffer::TrackedBuffer(std::size_t bytes, Purpose purpose, MemoryTracker* 
 
 TrackedBuffer::~TrackedBuffer() {
   if (data_ == nullptr) return;
-  ::operator delete(data_, kAlignment);
+  ::operator delete(data_, AlignmentOf(bytes_));
   if (tracker_ != nullptr) tracker_->Remove(purpose_, bytes_);
 }
 
