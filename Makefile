@@ -3,10 +3,11 @@
 JOBS ?= $(shell nproc)
 # Labels of which `make test` must have run at least one test each.
 TEST_LABELS := unit ranks mpi
+FUZZ_SECONDS ?= 60
 
 .DEFAULT_GOAL := build
 .NOTPARALLEL:  # prerequisites are steps in order; Ninja and CTest run in parallel inside one
-.PHONY: build setup setup-lint demo test bench lint format asan tsan clean help
+.PHONY: build setup setup-lint demo test bench compare lint fuzz format asan tsan clean help
 
 # $(call configure,preset), $(call compile,preset). CMake runs the test programs to list their tests.
 configure = cmake --preset $(1)
@@ -30,25 +31,37 @@ build/build.ninja: CMakePresets.json
 
 setup:
 	@tools/setup
+	@tools/third-party
 
 setup-lint:
 	@tools/setup lint
+	@tools/third-party
 
-demo: setup build  ## a first look: the machine, checks against the oracle, decoding over 4 ranks
+demo: setup  ## a real model answers from a document that is spread over 4 ranks
+	@$(call configure,release)
+	@$(call compile,release) --target treeline_program
 	build/bin/treeline info
-	build/bin/treeline verify --cases 200
-	build/bin/treeline verify --ranks 1,2,3,4 --cases 5
-	build/bin/treeline bench kernel --quick
-	build/bin/treeline bench decode --ranks 4 --context 16384 --node-size 2 --explain
+	tools/demo
 
 test: setup build  ## all tests, with a summary by label
 	$(call run_tests,release,build)
+
+compare: setup build  ## a real model, by turns with llama.cpp in an environment of its own
+	tools/compare --json build/compare.json
 
 bench: setup build  ## kernels against limits measured in the same run; also build/bench.json
 	build/bin/treeline bench kernel --json build/bench.json
 
 lint: setup-lint build  ## layout, static analysis, layering
 	@tools/lint build
+
+fuzz: setup-lint  ## the reader of model files on broken ones, for FUZZ_SECONDS
+	@$(call configure,fuzz)
+	@$(call compile,fuzz)
+	@tests/fuzz/make-corpus build/fuzz/corpus
+	@mkdir -p build/fuzz/findings
+	build/fuzz/gguf_fuzz -max_total_time=$(FUZZ_SECONDS) -max_len=65536 -rss_limit_mb=1024 -timeout=10 \
+	    -print_final_stats=1 -artifact_prefix=build/fuzz/findings/ build/fuzz/corpus
 
 format: setup-lint  ## lays out all C++ files as clang-format wants them
 	@tools/format

@@ -1,4 +1,5 @@
 #include "cli/bench_kernel.h"
+#include "cli/bench_model.h"
 #include "cli/bench_ranks.h"
 #include "cli/command.h"
 #include "core/check.h"
@@ -12,9 +13,10 @@ void AddBench(CLI::App& program) {
   AddBenchDecode(*bench);
   AddBenchPrefill(*bench);
   AddBenchTrain(*bench);
+  AddBenchModel(*bench);
   bench->callback([bench] {
     Require(!bench->get_subcommands().empty(),
-            "bench needs to know what: kernel, decode, prefill or train");
+            "bench needs to know what: kernel, decode, prefill, train or model");
   });
 }
 

@@ -2,7 +2,9 @@
 
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdio>
+#include <cstring>
 #include <fstream>
 #include <iostream>
 
@@ -28,15 +30,26 @@ CLI::Option* AddThreadsOption(CLI::App& command, int& threads) {
 
 void WriteJson(const std::string& file, const nlohmann::ordered_json& json) {
   if (file.empty() || !IsFirst()) return;
-  const std::string text = json.dump(2) + "\n";
+  // Text may hold half a character: it is replaced.
+  const std::string text =
+      json.dump(2, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + "\n";
   if (file == "-") {
-    std::cout << text << std::flush;
-    return;
+    std::cout << text;
+    return FlushOutput();
   }
   std::ofstream stream(file);
   stream << text;
   stream.close();
   if (!stream) Throw<Error>("cannot write '", file, "'");
+}
+
+void FlushOutput() {
+  errno = 0;
+  std::cout.flush();
+  std::fflush(stdout);
+  if (std::cout && std::ferror(stdout) == 0) return;
+  Throw<Error>("cannot write to standard output: ",
+               errno != 0 ? std::strerror(errno) : "an earlier part was not written");
 }
 
 Progress::Progress(std::string what, std::size_t total)

@@ -17,6 +17,11 @@ struct CheckFailure : std::runtime_error {
 void AddInfo(CLI::App& program);
 void AddVerify(CLI::App& program);
 void AddBench(CLI::App& program);
+void AddModel(CLI::App& program);
+void AddGenerate(CLI::App& program);
+void AddChat(CLI::App& program);
+void AddPerplexity(CLI::App& program);
+void AddTokenize(CLI::App& program);
 
 // `--json FILE`, the same in every command.
 CLI::Option* AddJsonOption(CLI::App& command, std::string& file);
@@ -25,6 +30,10 @@ CLI::Option* AddThreadsOption(CLI::App& command, int& threads);
 
 // Writes to a file, or to standard output for "-"; does nothing for "". Throws Error if it cannot.
 void WriteJson(const std::string& file, const nlohmann::ordered_json& json);
+
+// Throws Error unless all that was printed has been written: nobody may read it any more, or the
+// disk may be full.
+void FlushOutput();
 
 // A line on standard error that shows how far long work has come; silent where that is no terminal.
 class Progress {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
+#include <csignal>
 #include <cstdio>
 #include <exception>
 #include <new>
@@ -26,7 +27,9 @@ int Fail(ExitCode code, const char* message, const char* hint = "") {
   const int length =
       std::snprintf(line.data(), line.size() - 1, "treeline: error: %s%s", message, hint);
   char* const end = line.data() + std::min<std::size_t>(length, line.size() - 2);
-  std::replace(line.data(), end, '\n', ' ');
+  // A message may quote a file: control characters are none of a terminal's business.
+  std::replace_if(
+      line.data(), end, [](unsigned char c) { return c < ' ' || c == 0x7F; }, ' ');
   *end = '\n';
   std::fwrite(line.data(), 1, static_cast<std::size_t>(end + 1 - line.data()), stderr);
   return code;
@@ -60,6 +63,11 @@ int Run(int argc, char** argv) {
   program.footer(
       "The environment variable TREELINE_ISA forces an instruction set: scalar, sse4, avx2, avx512 "
       "or neon.\nExit codes: 0 success, 1 failure, 2 usage, 3 communication, 4 bad file.");
+  treeline::cli::AddModel(program);
+  treeline::cli::AddGenerate(program);
+  treeline::cli::AddChat(program);
+  treeline::cli::AddPerplexity(program);
+  treeline::cli::AddTokenize(program);
   treeline::cli::AddInfo(program);
   treeline::cli::AddVerify(program);
   treeline::cli::AddBench(program);
@@ -69,7 +77,7 @@ int Run(int argc, char** argv) {
     return treeline::cli::IsFirst() ? program.exit(request) : kSuccess;
   }
   if (program.get_subcommands().empty()) {
-    throw treeline::ArgumentError("a command is required: info, verify or bench");
+    throw treeline::ArgumentError("a command is required; see treeline --help");
   }
   return kSuccess;
 }
@@ -78,6 +86,7 @@ int Run(int argc, char** argv) {
 int RunOrFail(int argc, char** argv) {
   try {
     const int code = Run(argc, argv);
+    treeline::cli::FlushOutput();
     treeline::cli::LeaveRanks();
     return code;
   } catch (const CLI::ParseError& error) {
@@ -99,6 +108,7 @@ int RunOrFail(int argc, char** argv) {
 
 int main(int argc, char** argv) {
   KeepFreedMemory();
+  std::signal(SIGPIPE, SIG_IGN);  // a pipe that nobody reads is an error, which is said
   const int code = RunOrFail(argc, argv);
   if (code != kSuccess) treeline::cli::EndRanks(code);
   return code;

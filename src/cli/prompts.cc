@@ -1,0 +1,42 @@
+#include "cli/prompts.h"
+
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <sstream>
+
+#include "core/check.h"
+
+namespace treeline::cli {
+
+std::string ReadText(const std::string& path) {
+  errno = 0;
+  std::ifstream stream(path, std::ios::binary);
+  std::ostringstream text;
+  // Of an empty file, nothing can be taken, which is no failure.
+  if (stream && stream.peek() != std::ifstream::traits_type::eof()) text << stream.rdbuf();
+  if (!stream.is_open() || stream.bad() || !text || errno == EISDIR) {
+    Throw<FormatError>("cannot read '", path, "': ", std::strerror(errno != 0 ? errno : EIO));
+  }
+  return text.str();
+}
+
+std::vector<Prompt> ReadPrompts(const std::string& path) {
+  std::istringstream lines(ReadText(path));
+  std::vector<Prompt> prompts;
+  std::string line;
+  for (int number = 1; std::getline(lines, line); ++number) {
+    if (line.find_first_not_of(" \t\r") == std::string::npos) continue;
+    const auto json = nlohmann::ordered_json::parse(line, nullptr, /*allow_exceptions=*/false);
+    if (!json.is_object() || !json.contains("prompt") || !json["prompt"].is_string()) {
+      Throw<FormatError>("'", path, "', line ", number,
+                         ": this is no JSON object with a text called \"prompt\"");
+    }
+    prompts.push_back({json.value("id", nlohmann::ordered_json(prompts.size())),
+                       json["prompt"].get<std::string>()});
+  }
+  if (prompts.empty()) Throw<FormatError>("'", path, "' has no prompts");
+  return prompts;
+}
+
+}  // namespace treeline::cli

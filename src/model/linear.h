@@ -1,0 +1,38 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "model/llama_model.h"
+#include "treeline/context.h"
+
+namespace treeline::model {
+
+// How activations enter products with weights.
+enum class Activations : std::uint8_t {
+  kQuantized,  // of few tokens: in the type that ggml has for the weights'; of many: as floats
+  kF32,        // always as floats: slower, and exact but for rounding
+};
+
+// Products of activations with a model's matrices, by the threads of a context.
+class Linear {
+ public:
+  Linear(const Context& context, Activations activations);
+
+  // Up to this many tokens of all ranks are few: each row is read once, in its own type. More are
+  // worth widening it.
+  static constexpr std::int64_t kFewTokens = 8;
+
+  // out [tokens, row_end - row_begin] = x [tokens, columns] * rows [row_begin, row_end)^T; rows of
+  // `out` are out_stride floats apart. The bits of an element depend only on its token, its row and
+  // `few`: whether the tokens of all ranks are, which the number of ranks must not change.
+  void Multiply(const Matrix& matrix, std::int64_t row_begin, std::int64_t row_end, const float* x,
+                std::int64_t tokens, bool few, float* out, std::int64_t out_stride);
+
+ private:
+  const Context& context_;
+  const Activations activations_;
+  std::vector<std::byte> quantized_;  // [tokens, columns]
+};
+
+}  // namespace treeline::model
