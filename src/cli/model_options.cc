@@ -55,8 +55,8 @@ void AddModelOptions(CLI::App& command, ModelOptions& options) {
       ->type_name("N");
   command
       .add_option("--activations", options.activations,
-                  "quantized, as ggml does for few tokens, or f32: exact, and slower")
-      ->check(CLI::IsMember({"quantized", "f32"}))
+                  "Of few tokens: i16, rounded to 16 bits, or f32, exact and slower")
+      ->check(CLI::IsMember({"i16", "f32"}))
       ->capture_default_str()
       ->type_name("WHAT");
   command.add_flag("--reproducible", options.reproducible,
@@ -112,7 +112,7 @@ void ModelRun::Run(int sequences, const std::function<void(ModelRank&)>& body) {
   const model::LlamaOptions llama_options{.kv_type = ParseDType(options_.kv_type),
                                           .activations = options_.activations == "f32"
                                                              ? model::Activations::kF32
-                                                             : model::Activations::kQuantized,
+                                                             : model::Activations::kI16,
                                           .schedule = ParseSchedule(options_.schedule),
                                           .node_size = options_.node_size,
                                           .reproducible = options_.reproducible,

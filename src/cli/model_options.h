@@ -17,7 +17,7 @@ struct ModelOptions {
   std::int64_t context = 0;  // tokens; 0: as many as are needed
   std::string kv_type = "bf16";
   std::string schedule = "tree";
-  std::string activations = "quantized";
+  std::string activations = "i16";
   int node_size = 0;
   bool reproducible = false;
   RankOptions where;

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstdint>
-#include <vector>
 
 #include "model/llama_model.h"
 #include "treeline/context.h"
@@ -10,8 +9,8 @@ namespace treeline::model {
 
 // How activations enter products with weights.
 enum class Activations : std::uint8_t {
-  kQuantized,  // of few tokens: in the type that ggml has for the weights'; of many: as floats
-  kF32,        // always as floats: slower, and exact but for rounding
+  kI16,  // of few tokens: as 16-bit whole numbers, 32 with a scale each; of many: as floats
+  kF32,  // always as floats: slower, and exact but for rounding
 };
 
 // Products of activations with a model's matrices, by the threads of a context.
@@ -19,7 +18,7 @@ class Linear {
  public:
   Linear(const Context& context, Activations activations);
 
-  // Up to this many tokens of all ranks are few: each row is read once, in its own type. More are
+  // Up to this many tokens of all ranks are few: each row is read once, as it is packed. More are
   // worth widening it.
   static constexpr std::int64_t kFewTokens = 8;
 
@@ -27,12 +26,11 @@ class Linear {
   // `out` are out_stride floats apart. The bits of an element depend only on its token, its row and
   // `few`: whether the tokens of all ranks are, which the number of ranks must not change.
   void Multiply(const Matrix& matrix, std::int64_t row_begin, std::int64_t row_end, const float* x,
-                std::int64_t tokens, bool few, float* out, std::int64_t out_stride);
+                std::int64_t tokens, bool few, float* out, std::int64_t out_stride) const;
 
  private:
-  const Context& context_;
+  const Context context_;
   const Activations activations_;
-  std::vector<std::byte> quantized_;  // [tokens, columns]
 };
 
 }  // namespace treeline::model

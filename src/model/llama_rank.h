@@ -18,7 +18,7 @@ using Token = std::int32_t;
 
 struct LlamaOptions {
   DType kv_type = DType::kBF16;
-  Activations activations = Activations::kQuantized;
+  Activations activations = Activations::kI16;
   Schedule schedule = Schedule::kTree;  // of decoding
   int node_size = 0;                    // as in DecodeOptions
   bool reproducible = false;            // likewise

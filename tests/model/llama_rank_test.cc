@@ -207,7 +207,7 @@ TEST(LlamaRankTest, ChunksThreadsAndSchedulesDoNotMatter) {
   }
 }
 
-// With 16-bit keys and quantized activations the same computation is rounded in other places.
+// With 16-bit keys and activations the same computation is rounded in other places.
 TEST(LlamaRankTest, RoundingStaysSmall) {
   const TinyModel file;
   const LlamaModel model(file.path());
@@ -218,7 +218,7 @@ TEST(LlamaRankTest, RoundingStaysSmall) {
     for (const int ranks : {1, 4}) {
       Ranks ranks_of{.ranks = ranks};
       ranks_of.options.kv_type = kv_type;
-      ranks_of.options.activations = Activations::kQuantized;
+      ranks_of.options.activations = Activations::kI16;
       EXPECT_LT(MaxDifference(LogitsOf(model, ranks_of, prompt, more), want), 0.2)
           << Name(kv_type) << " on " << ranks << " ranks";
     }
@@ -233,7 +233,7 @@ TEST(LlamaRankTest, ReproducibleDecodingHasTheSameBits) {
   for (const int ranks : {1, 2, 4, 8}) {
     Ranks ranks_of{.ranks = ranks};
     ranks_of.options.reproducible = true;
-    ranks_of.options.activations = Activations::kQuantized;
+    ranks_of.options.activations = Activations::kI16;
     // First rank 0: classes of keys depend on it.
     std::vector<float> got;
     OnRanks(model, ranks_of, [&](LlamaRank& rank, Communicator& comm) {

@@ -1,9 +1,9 @@
 #include "backend/cpu/multiply.h"
 
 #include <algorithm>
+#include <vector>
 
 #include "backend/cpu/parallel.h"
-#include "kernels/cpu/kernel_table.h"
 #include "treeline/memory.h"
 
 namespace treeline::cpu {
@@ -61,6 +61,43 @@ void Multiply(const Context& context, const RowSource& source, const float* x,
     }
   };
   ForEach(context, (rows + item_rows - 1) / item_rows, multiply_item);
+}
+
+void MultiplyFew(const Context& context, const PackedRows& source, const float* x,
+                 std::int64_t x_stride, std::int64_t tokens, float* out, std::int64_t out_stride) {
+  const KernelTable& table = TableFor(context);
+  const std::int64_t blocks = source.columns / kFineBlock;
+  const auto token_bytes =
+      static_cast<std::size_t>(source.columns * std::int64_t{sizeof(std::int16_t)} +
+                               2 * blocks * std::int64_t{sizeof(float)});
+  const TrackedBuffer buffer(token_bytes * static_cast<std::size_t>(tokens), Purpose::kWorkspace,
+                             context.memory);
+  std::vector<FineRow> fine;
+  for (std::int64_t t = 0; t < tokens; ++t) {
+    std::byte* place = buffer.data() + token_bytes * static_cast<std::size_t>(t);
+    auto* scales = reinterpret_cast<float*>(place);
+    fine.push_back({.values = reinterpret_cast<std::int16_t*>(scales + 2 * blocks),
+                    .scales = scales,
+                    .sums = scales + blocks});
+    table.refine_row(x + t * x_stride, static_cast<int>(source.columns), fine.back());
+  }
+  // As many items as keep all threads busy to the end, and no fewer rows than start a stream.
+  const std::int64_t rows = source.row_end - source.row_begin;
+  const std::int64_t item_rows =
+      std::clamp<std::int64_t>(rows / (std::int64_t{8} * Threads(context)), 16, 256);
+  ForEach(context, (rows + item_rows - 1) / item_rows, [&](std::int64_t item, int) {
+    const std::int64_t first = item * item_rows;
+    table.dot_rows({.format = source.format,
+                    .weights = source.data + static_cast<std::size_t>(source.row_begin + first) *
+                                                 source.row_bytes,
+                    .row_bytes = source.row_bytes,
+                    .rows = static_cast<int>(std::min(item_rows, rows - first)),
+                    .columns = static_cast<int>(source.columns),
+                    .x = fine.data(),
+                    .tokens = static_cast<int>(tokens),
+                    .out = out + first,
+                    .out_stride = out_stride});
+  });
 }
 
 }  // namespace treeline::cpu

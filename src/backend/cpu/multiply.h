@@ -1,7 +1,9 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
+#include "kernels/cpu/kernel_table.h"
 #include "treeline/context.h"
 
 namespace treeline::cpu {
@@ -21,5 +23,19 @@ struct RowSource {
 // element's bits depend on its own token and row only. Needs about 200 KB a thread.
 void Multiply(const Context& context, const RowSource& rows, const float* x, std::int64_t x_stride,
               std::int64_t tokens, float* out, std::int64_t out_stride);
+
+// Rows [row_begin, row_end) of packed weights, where they lie.
+struct PackedRows {
+  RowFormat format;
+  const std::byte* data;  // of the matrix
+  std::size_t row_bytes;
+  std::int64_t row_begin;
+  std::int64_t row_end;
+  std::int64_t columns;  // whole blocks of the format
+};
+
+// The same for few tokens, whose activations are rounded to 16 bits: each row is read once.
+void MultiplyFew(const Context& context, const PackedRows& rows, const float* x,
+                 std::int64_t x_stride, std::int64_t tokens, float* out, std::int64_t out_stride);
 
 }  // namespace treeline::cpu

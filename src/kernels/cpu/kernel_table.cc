@@ -21,6 +21,8 @@ KernelTable MakeTable(Isa isa) {
           .panel_rows = PanelRows,
           .pack_panel = PackPanel,
           .multiply_panel = MultiplyPanel,
+          .refine_row = RefineRow,
+          .dot_rows = DotRows,
           .rms_norm = RmsNorm,
           .rotate = Rotate,
           .swiglu = SwiGlu,

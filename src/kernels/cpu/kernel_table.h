@@ -110,6 +110,31 @@ struct PanelArgs {
   bool add;
 };
 
+// How weights are packed in a row, as GGUF has them.
+enum class RowFormat : std::uint8_t { kQ4_0, kQ4_1, kQ8_0, kQ4_K, kQ6_K };
+
+// A token's activations in 16 bits: x[i] is about values[i] * scales[i / kFineBlock].
+inline constexpr int kFineBlock = 32;
+struct FineRow {
+  std::int16_t* values;  // [columns]
+  float* scales;         // [columns / kFineBlock]
+  float* sums;           // [columns / kFineBlock]: of x, before it was rounded
+};
+
+// out [tokens, rows] = x [tokens, columns] * weights^T. An element's bits depend on its own token
+// and row only.
+struct DotRowsArgs {
+  RowFormat format;
+  const std::byte* weights;  // [rows, row_bytes]
+  std::size_t row_bytes;
+  int rows;
+  int columns;  // whole blocks of the format
+  const FineRow* x;
+  int tokens;
+  float* out;
+  std::int64_t out_stride;
+};
+
 // Rotates pairs of neighbours in each head by angles that are given.
 struct RotateArgs {
   float* x;  // [heads, head_dim]
@@ -140,6 +165,9 @@ struct KernelTable {
   int (*panel_rows)() noexcept;
   void (*pack_panel)(const PackArgs& args) noexcept;
   void (*multiply_panel)(const PanelArgs& args) noexcept;
+  // x [columns], a multiple of kFineBlock. What is not finite makes every product with it NaN.
+  void (*refine_row)(const float* x, int columns, const FineRow& target) noexcept;
+  void (*dot_rows)(const DotRowsArgs& args) noexcept;
   // out = x / sqrt(mean of squares + epsilon) * weight: [n] each, not overlapping.
   void (*rms_norm)(const float* x, const float* weight, int n, float epsilon, float* out) noexcept;
   void (*rotate)(const RotateArgs& args) noexcept;

@@ -25,6 +25,8 @@ void MergeRows(const MergeArgs& args) noexcept;
 int PanelRows() noexcept;
 void PackPanel(const PackArgs& args) noexcept;
 void MultiplyPanel(const PanelArgs& args) noexcept;
+void RefineRow(const float* x, int columns, const FineRow& target) noexcept;
+void DotRows(const DotRowsArgs& args) noexcept;
 void RmsNorm(const float* x, const float* weight, int n, float epsilon, float* out) noexcept;
 void Rotate(const RotateArgs& args) noexcept;
 void SwiGlu(float* gate, const float* up, int n) noexcept;
