@@ -1,3 +1,5 @@
+#include <CLI/CLI.hpp>
+
 #include "cli/bench_kernel.h"
 #include "cli/bench_model.h"
 #include "cli/bench_ranks.h"

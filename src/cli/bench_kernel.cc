@@ -1,8 +1,10 @@
 #include "cli/bench_kernel.h"
 
+#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
 #include <memory>
+#include <nlohmann/json.hpp>
 
 #include "cli/limits.h"
 #include "cli/machine.h"

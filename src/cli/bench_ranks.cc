@@ -1,8 +1,10 @@
 #include "cli/bench_ranks.h"
 
+#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
 #include <memory>
+#include <nlohmann/json.hpp>
 
 #include "cli/deal.h"
 #include "cli/limits.h"

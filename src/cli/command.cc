@@ -1,6 +1,8 @@
 #include "cli/command.h"
 
 #include <unistd.h>
+#include <CLI/CLI.hpp>
+#include <nlohmann/json.hpp>
 
 #include <cerrno>
 #include <cstdio>

@@ -1,4 +1,5 @@
 #include <malloc.h>
+#include <CLI/CLI.hpp>
 
 #include <algorithm>
 #include <array>

@@ -1,5 +1,6 @@
 #include "cli/ranks.h"
 
+#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>

@@ -1,5 +1,7 @@
 #include "cli/report.h"
 
+#include <nlohmann/json.hpp>
+
 #include "cli/limits.h"
 #include "cli/problem.h"
 #include "cli/ranks.h"

@@ -1,6 +1,8 @@
+#include <CLI/CLI.hpp>
 #include <cstdio>
 #include <map>
 #include <memory>
+#include <nlohmann/json.hpp>
 
 #include "cli/check.h"
 #include "cli/command.h"
