@@ -1,30 +1,21 @@
 #include "model/saved_context.h"
 
-#include <fcntl.h>
-#include <sys/file.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <array>
-#include <atomic>
 #include <cerrno>
-#include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
-#include <functional>
-#include <future>
-#include <limits>
 #include <memory>
 #include <optional>
 #include <random>
 #include <set>
-#include <thread>
 #include <utility>
 
 #include "core/check.h"
 #include "model/context_manifest.h"
+#include "model/durable_file.h"
 #include "model/mapped_file.h"
+#include "model/work_together.h"
 #include "schedule/collective_call.h"
 #include "schedule/collectives/collectives.h"
 
@@ -32,202 +23,6 @@ namespace treeline::model {
 namespace {
 
 namespace fs = std::filesystem;
-using std::chrono::milliseconds;
-
-// Whether work that is under way is no longer needed.
-using Stop = std::atomic<bool>;
-using Work = std::function<void(const Stop& stop)>;
-
-// How far ranks are, as they tell each other.
-struct Report {
-  static constexpr std::int32_t kNobody = std::numeric_limits<std::int32_t>::max();
-  std::int32_t busy = 0;          // whether a rank still works
-  std::int32_t failed = kNobody;  // the first rank with an error
-  std::array<char, 1016> why{};   // what it says, as far as there is room
-};
-
-Report Agree(Communicator& comm, Report report) {
-  Report scratch;
-  const auto combine = [](Bytes mine, ConstBytes theirs) {
-    Report a;
-    Report b;
-    std::memcpy(&a, mine.data(), sizeof(a));
-    std::memcpy(&b, theirs.data(), sizeof(b));
-    const std::int32_t busy = a.busy | b.busy;
-    if (b.failed < a.failed) a = b;
-    a.busy = busy;
-    std::memcpy(mine.data(), &a, sizeof(a));
-  };
-  AllReduce(comm, std::as_writable_bytes(std::span(&report, 1)),
-            std::as_writable_bytes(std::span(&scratch, 1)), combine);
-  return report;
-}
-
-// What has come of a rank's work. Throws what is no FormatError.
-Report ReportOf(std::future<void>& work, int rank) {
-  Report report;
-  try {
-    work.get();
-  } catch (const FormatError& error) {
-    report.failed = rank;
-    std::snprintf(report.why.data(), report.why.size(), "%s", error.what());
-  }
-  return report;
-}
-
-// Does each rank's work on a thread of its own, while the ranks tell each other that they are
-// alive: a disk may take longer than the communicator waits. An error of one rank stops the others.
-Report RunWork(Communicator& comm, const Work& work) {
-  Report all;
-  RunCollective(comm, [&] {
-    const milliseconds beat = std::clamp(comm.timeout() / 4, milliseconds(1), milliseconds(200));
-    Stop stop = false;
-    std::future<void> own = std::async(std::launch::async, [&] { work(stop); });
-    // The future waits for its thread when it is destroyed, which is after this.
-    const std::unique_ptr<Stop, void (*)(Stop*)> leaving(&stop, [](Stop* flag) { *flag = true; });
-    Report mine{.busy = 1};
-    do {
-      if (mine.busy != 0 && own.wait_for(beat) == std::future_status::ready) {
-        mine = ReportOf(own, comm.rank());
-      }
-      all = Agree(comm, mine);
-      if (all.failed != Report::kNobody) stop = true;
-    } while (all.busy != 0);
-  });
-  return all;
-}
-
-// Does each rank's work. If one throws a FormatError, all ranks undo theirs and throw the same.
-void WorkTogether(Communicator& comm, const Work& work, const std::function<void()>& undo = {}) {
-  const Report report = RunWork(comm, work);
-  if (report.failed == Report::kNobody) return;
-  // No rank may throw before all have undone their work and know why: the first that throws can end
-  // the group, or the processes of the others.
-  try {
-    RunWork(comm, [&](const Stop&) {
-      if (undo) undo();
-    });
-  } catch (const CommError&) {  // others have thrown by now
-  }
-  throw FormatError(report.why.data());
-}
-
-[[noreturn]] void FailToWrite(const fs::path& path) {
-  Throw<FormatError>("cannot write '", path.string(), "': ", std::strerror(errno));
-}
-
-// A file descriptor.
-class Descriptor {
- public:
-  // Throws FormatError if it cannot be opened.
-  Descriptor(const fs::path& path, int flags) : file_(open(path.c_str(), flags | O_CLOEXEC, 0644)) {
-    if (file_ < 0) FailToWrite(path);
-  }
-  ~Descriptor() {
-    if (file_ >= 0) close(file_);
-  }
-  Descriptor(const Descriptor&) = delete;
-  Descriptor& operator=(const Descriptor&) = delete;
-
-  int get() const { return file_; }
-  // False if something could not be written.
-  bool Sync() const {
-    while (fsync(file_) != 0) {
-      if (errno != EINTR) return false;
-    }
-    return true;
-  }
-  bool Close() { return close(std::exchange(file_, -1)) == 0; }
-
- private:
-  int file_;
-};
-
-// A file that is on the disk once it is closed, and is removed at the end unless it is kept.
-class NewFile {
- public:
-  explicit NewFile(fs::path path) : path_(std::move(path)) {}
-  ~NewFile() {
-    if (!kept_) Remove();
-  }
-  NewFile(const NewFile&) = delete;
-  NewFile& operator=(const NewFile&) = delete;
-
-  const fs::path& path() const { return path_; }
-  void Keep() { kept_ = true; }
-  void Remove() noexcept {
-    file_.reset();
-    std::error_code ignored;
-    if (created_) fs::remove(path_, ignored);
-  }
-
-  // Throws FormatError if there is such a file.
-  void Create() {
-    file_.emplace(path_, O_WRONLY | O_CREAT | O_EXCL);
-    created_ = true;
-  }
-  void Write(ConstBytes bytes) {
-    while (!bytes.empty()) {
-      const ssize_t written = write(file_->get(), bytes.data(), bytes.size());
-      if (written < 0 && errno == EINTR) continue;
-      if (written < 0) FailToWrite(path_);
-      bytes = bytes.subspan(static_cast<std::size_t>(written));
-    }
-  }
-  void Close() {
-    if (!file_->Sync() || !file_->Close()) FailToWrite(path_);
-  }
-
- private:
-  const fs::path path_;
-  std::optional<Descriptor> file_;
-  bool created_ = false;
-  bool kept_ = false;
-};
-
-// Makes sure that a crash does not undo what was made, renamed or removed in a folder.
-void SyncFolder(const fs::path& folder) {
-  const Descriptor file(folder, O_RDONLY | O_DIRECTORY);
-  // Some file systems have no such call for folders.
-  if (!file.Sync() && errno != EINVAL) FailToWrite(folder);
-}
-
-void MakeFolder(const fs::path& folder) {
-  std::error_code error;
-  if (fs::is_directory(folder, error)) return;
-  const fs::path parent = folder.has_parent_path() ? folder.parent_path() : fs::path(".");
-  if (parent != folder) MakeFolder(parent);
-  fs::create_directory(folder, error);
-  if (error) Throw<FormatError>("cannot make '", folder.string(), "': ", error.message());
-  SyncFolder(parent);
-}
-
-// Held by the only process that may change a folder. The file stays: if it were removed, two could
-// hold a lock of that name.
-class FolderLock {
- public:
-  // Waits for others. Throws FormatError if they take too long; does not have the lock if stopped.
-  FolderLock(const fs::path& folder, const Stop& stop)
-      : file_(folder / "context.lock", O_RDWR | O_CREAT) {
-    constexpr milliseconds kNap{20};
-    constexpr std::chrono::minutes kPatience{10};
-    const auto deadline = std::chrono::steady_clock::now() + kPatience;
-    while (flock(file_.get(), LOCK_EX | LOCK_NB) != 0) {
-      if (errno != EWOULDBLOCK && errno != EINTR) {
-        Throw<FormatError>("cannot lock '", folder.string(), "': ", std::strerror(errno));
-      }
-      if (stop) return;
-      if (std::chrono::steady_clock::now() > deadline) {
-        Throw<FormatError>("'", folder.string(),
-                           "' is locked: another context is being saved there");
-      }
-      std::this_thread::sleep_for(kNap);
-    }
-  }
-
- private:
-  const Descriptor file_;
-};
 
 std::string ReadManifest(const fs::path& path) {
   constexpr std::size_t kMost = std::size_t{1} << 30;

@@ -3,16 +3,18 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <random>
 #include <vector>
 
 #include "backend/cpu/rowwise.h"
 #include "kernels/cpu/kernel_table.h"
+#include "random_values.h"
 #include "treeline/isa.h"
 #include "treeline/thread_pool.h"
 
 namespace treeline::cpu {
 namespace {
+
+using test::RandomValues;
 
 struct Dense {
   std::vector<float> values;
@@ -23,14 +25,6 @@ void ReadDense(const void* matrix, std::int64_t row, std::int64_t begin, std::in
                float* target) noexcept {
   const auto& dense = *static_cast<const Dense*>(matrix);
   std::copy_n(dense.values.begin() + row * dense.columns + begin, end - begin, target);
-}
-
-std::vector<float> Random(std::size_t count, unsigned seed) {
-  std::mt19937 random(seed);
-  std::normal_distribution<float> normal;
-  std::vector<float> values(count);
-  for (float& value : values) value = normal(random);
-  return values;
 }
 
 class MultiplyTest : public testing::TestWithParam<Isa> {};
@@ -45,8 +39,9 @@ TEST_P(MultiplyTest, MatchesFloat64AndTouchesNothingElse) {
       for (const std::int64_t columns : {4, 32, 512, 516, 1028}) {
         SCOPED_TRACE(testing::Message() << tokens << " x " << rows << " x " << columns);
         const std::int64_t first = 2;  // rows before those that are asked for
-        const Dense matrix{Random(static_cast<std::size_t>((rows + first) * columns), 1), columns};
-        const std::vector<float> x = Random(static_cast<std::size_t>(tokens * columns), 2);
+        const Dense matrix{RandomValues(static_cast<std::size_t>((rows + first) * columns), 1),
+                           columns};
+        const std::vector<float> x = RandomValues(static_cast<std::size_t>(tokens * columns), 2);
         const std::int64_t stride = rows + 3;
         constexpr float kUntouched = -7.0f;
         std::vector<float> out(static_cast<std::size_t>(tokens * stride), kUntouched);
@@ -83,8 +78,8 @@ TEST_P(MultiplyTest, BitsDependOnTokenAndRowOnly) {
   constexpr std::int64_t kTokens = 20;
   constexpr std::int64_t kRows = 70;
   constexpr std::int64_t kColumns = 600;
-  const Dense matrix{Random(kRows * kColumns, 1), kColumns};
-  const std::vector<float> x = Random(kTokens * kColumns, 2);
+  const Dense matrix{RandomValues(kRows * kColumns, 1), kColumns};
+  const std::vector<float> x = RandomValues(kTokens * kColumns, 2);
   std::vector<float> all(kTokens * kRows);
   const auto rows = [&](std::int64_t begin, std::int64_t end) {
     return RowSource{.read = ReadDense,
@@ -112,8 +107,8 @@ TEST_P(MultiplyTest, RowwiseFunctionsMatchFloat64) {
   for (const int n : {2, 8, 30, 577}) {
     for (const std::int64_t tokens : {1, 40}) {
       const auto count = static_cast<std::size_t>(n * tokens);
-      const std::vector<float> x = Random(count, 1);
-      const std::vector<float> weight = Random(static_cast<std::size_t>(n), 2);
+      const std::vector<float> x = RandomValues(count, 1);
+      const std::vector<float> weight = RandomValues(static_cast<std::size_t>(n), 2);
       std::vector<float> out(count);
       RmsNorm(context, x.data(), weight.data(), tokens, n, 1e-5f, out.data());
       for (std::int64_t t = 0; t < tokens; ++t) {
@@ -130,7 +125,7 @@ TEST_P(MultiplyTest, RowwiseFunctionsMatchFloat64) {
       gate[0] = 100.0f;
       gate[1] = -100.0f;
       const std::vector<float> before = gate;
-      const std::vector<float> up = Random(count, 3);
+      const std::vector<float> up = RandomValues(count, 3);
       SwiGlu(context, gate.data(), up.data(), tokens, n);
       for (std::size_t i = 0; i < count; ++i) {
         ASSERT_NEAR(gate[i], before[i] / (1.0 + std::exp(-double{before[i]})) * up[i], 1e-4) << i;

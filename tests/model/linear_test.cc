@@ -6,21 +6,15 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <random>
 
+#include "random_values.h"
 #include "treeline/isa.h"
 #include "treeline/thread_pool.h"
 
 namespace treeline::model {
 namespace {
 
-std::vector<float> Random(std::size_t count, unsigned seed) {
-  std::mt19937 random(seed);
-  std::normal_distribution<float> normal;
-  std::vector<float> values(count);
-  for (float& value : values) value = normal(random);
-  return values;
-}
+using test::RandomValues;
 
 // Random weights, packed by ggml.
 class Weights {
@@ -32,7 +26,7 @@ class Weights {
                 .rows = rows,
                 .columns = columns,
                 .row_bytes = ggml_row_size(type, columns)} {
-    const std::vector<float> values = Random(static_cast<std::size_t>(rows * columns), 1);
+    const std::vector<float> values = RandomValues(static_cast<std::size_t>(rows * columns), 1);
     // Some types want to know how much each column matters.
     const std::vector<float> alike(static_cast<std::size_t>(columns), 1.0f);
     ggml_quantize_chunk(type, values.data(), bytes_.data(), 0, rows, columns, alike.data());
@@ -60,7 +54,7 @@ TEST_P(LinearTest, MatchesFloat64) {
     for (const std::int64_t columns : {256, 768}) {
       const Weights weights(type, kRows, columns);
       for (const std::int64_t tokens : {1, 3, 8}) {
-        std::vector<float> x = Random(static_cast<std::size_t>(tokens * columns), 2);
+        std::vector<float> x = RandomValues(static_cast<std::size_t>(tokens * columns), 2);
         x[5] = 300.0f;  // an outlier, as activations have
         for (const Activations activations : {Activations::kI16, Activations::kF32}) {
           SCOPED_TRACE(testing::Message() << ggml_type_name(type) << ", " << columns << " columns, "
@@ -101,7 +95,7 @@ TEST_P(LinearTest, BitsDependOnTokenAndRowOnly) {
   constexpr std::int64_t kRows = 50;
   constexpr std::int64_t kColumns = 512;
   constexpr std::int64_t kTokens = 5;
-  const std::vector<float> x = Random(kTokens * kColumns, 2);
+  const std::vector<float> x = RandomValues(kTokens * kColumns, 2);
   for (const ggml_type type : kTypes) {
     const Weights weights(type, kRows, kColumns);
     std::vector<float> all(kTokens * kRows);
@@ -123,7 +117,7 @@ TEST_P(LinearTest, WhatIsNotFiniteStaysSo) {
   for (const ggml_type type : kTypes) {
     const Weights weights(type, 2, kColumns);
     for (const float bad : {std::nanf(""), INFINITY, -INFINITY}) {
-      std::vector<float> x = Random(kColumns, 2);
+      std::vector<float> x = RandomValues(kColumns, 2);
       x[100] = bad;
       std::vector<float> out(2);
       Linear({.isa = GetParam()}, Activations::kI16)
