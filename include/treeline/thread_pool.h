@@ -20,7 +20,9 @@ class ThreadPool {
   ThreadPool& operator=(const ThreadPool&) = delete;
 
   static constexpr int kMaxThreads = 4096;
-  static constexpr std::chrono::microseconds kDefaultSpin{50};
+  // Longer than what comes between two regions of one job: a thread that sleeps wakes late, above
+  // all on a virtual machine, where that takes as long as much of a small region.
+  static constexpr std::chrono::microseconds kDefaultSpin{1000};
 
   int threads() const { return static_cast<int>(workers_.size()) + 1; }
 

@@ -125,7 +125,7 @@ void ModelRun::Run(int sequences, const std::function<void(ModelRank&)>& body) {
       [&](Communicator& comm) {
         ThreadPool pool(threads_,
                         crowded ? std::chrono::microseconds(0) : ThreadPool::kDefaultSpin);
-        const Context context{.pool = &pool, .poll = ProgressOf(comm)};
+        const Context context{.pool = &pool, .isa = DefaultIsa(), .poll = ProgressOf(comm)};
         model::LlamaRank llama(model_, comm, context, llama_options);
         model::Generator generator(llama, comm);
         ModelRank rank{comm, llama, generator};

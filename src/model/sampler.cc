@@ -39,14 +39,15 @@ Sampler::Sampler(const SamplerOptions& options, int vocabulary)
 }
 
 Sampler::~Sampler() = default;
+Sampler::Sampler(Sampler&&) noexcept = default;
+Sampler& Sampler::operator=(Sampler&&) noexcept = default;
 
 Token Sampler::Sample(std::span<const float> logits) {
-  std::vector<llama_token_data> candidates;
-  candidates.reserve(logits.size());
+  candidates_.resize(logits.size());
   for (std::size_t i = 0; i < logits.size(); ++i) {
-    candidates.push_back({static_cast<llama_token>(i), logits[i], 0.0f});
+    candidates_[i] = {static_cast<llama_token>(i), logits[i], 0.0f};
   }
-  llama_token_data_array array{candidates.data(), candidates.size(), -1, false};
+  llama_token_data_array array{candidates_.data(), candidates_.size(), -1, false};
   llama_sampler_apply(chain_.get(), &array);
   const Token token = array.data[array.selected].id;
   llama_sampler_accept(chain_.get(), token);

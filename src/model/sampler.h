@@ -8,6 +8,7 @@
 #include "model/llama_rank.h"
 
 struct llama_sampler;
+struct llama_token_data;
 
 namespace treeline::model {
 
@@ -26,8 +27,8 @@ class Sampler {
   // Throws ArgumentError that names the first option out of range.
   Sampler(const SamplerOptions& options, int vocabulary);
   ~Sampler();
-  Sampler(Sampler&&) noexcept = default;
-  Sampler& operator=(Sampler&&) noexcept = default;
+  Sampler(Sampler&&) noexcept;
+  Sampler& operator=(Sampler&&) noexcept;
 
   // Of [vocabulary] logits. The chosen token counts as one of the last.
   Token Sample(std::span<const float> logits);
@@ -37,6 +38,7 @@ class Sampler {
 
  private:
   std::unique_ptr<llama_sampler, void (*)(llama_sampler*)> chain_;
+  std::vector<llama_token_data> candidates_;  // kept, since memory of that size comes page by page
 };
 
 }  // namespace treeline::model

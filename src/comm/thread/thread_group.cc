@@ -25,11 +25,10 @@
 #include "comm/thread/event.h"
 #include "core/check.h"
 #include "treeline/comm.h"
+#include "treeline/thread_pool.h"
 
 namespace treeline {
 namespace {
-
-constexpr std::chrono::microseconds kSpin{50};
 
 // Messages of more bytes are copied in chunks of so many, by both ranks.
 constexpr std::size_t kChunk = std::size_t{1} << 18;
@@ -322,7 +321,7 @@ ThreadGroup::State::State(const ThreadRanks& options)
       timeout_(options.timeout),
       spin_(std::int64_t{options.ranks} * options.threads_per_rank <=
                     std::int64_t{std::thread::hardware_concurrency()}
-                ? kSpin
+                ? ThreadPool::kDefaultSpin
                 : std::chrono::microseconds{0}),
       channels_(static_cast<std::size_t>(options.ranks) * static_cast<std::size_t>(options.ranks)),
       events_(static_cast<std::size_t>(options.ranks)) {
