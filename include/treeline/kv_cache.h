@@ -114,10 +114,11 @@ class KvCache {
     std::int64_t head_bytes;
   };
 
-  // Allocated when it is first needed, so that a cache costs what it holds, and kept when no
-  // sequence holds it, so that pages in steady use cost no system call or page fault.
+  // Made when it is first needed, and kept when no sequence holds it, so that pages in steady use
+  // cost no system call or page fault.
   struct Page {
-    TrackedBuffer memory;
+    std::byte* memory;  // in a slab
+    TrackedBytes counted;
     std::int64_t holders;  // sequences
   };
 
@@ -159,7 +160,11 @@ class KvCache {
   std::int64_t layer_bytes_ = 0;
   std::int64_t page_bytes_ = 0;
 
-  std::vector<Page> pages_;         // all that were ever allocated
+  // Several pages each, so that small ones share huge pages of the system. What no page has come
+  // to lie in costs addresses, but no memory.
+  std::vector<TrackedBuffer> slabs_;
+  std::int64_t slab_pages_ = 1;
+  std::vector<Page> pages_;         // all that were ever made
   std::vector<std::size_t> spare_;  // those without holders; has room for all
   std::int64_t used_pages_ = 0;
   std::int64_t peak_pages_ = 0;

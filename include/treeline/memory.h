@@ -35,24 +35,40 @@ class MemoryTracker {
   Counter total_;
 };
 
+// Counts bytes while it lives. The memory itself is somebody else's.
+class TrackedBytes {
+ public:
+  TrackedBytes() = default;
+  // `tracker` may be null, and outlives this.
+  TrackedBytes(std::size_t bytes, Purpose purpose, MemoryTracker* tracker);
+  ~TrackedBytes();
+  TrackedBytes(TrackedBytes&& other) noexcept;
+  TrackedBytes& operator=(TrackedBytes&& other) noexcept;
+
+  std::size_t size() const { return bytes_; }
+
+ private:
+  std::size_t bytes_ = 0;
+  Purpose purpose_ = Purpose::kWorkspace;
+  MemoryTracker* tracker_ = nullptr;
+};
+
 // 64-byte aligned memory, counted while it lives. The contents are uninitialised.
 class TrackedBuffer {
  public:
   TrackedBuffer() = default;
-  // `tracker` may be null. Throws std::bad_alloc.
+  // As TrackedBytes. Throws std::bad_alloc.
   TrackedBuffer(std::size_t bytes, Purpose purpose, MemoryTracker* tracker);
   ~TrackedBuffer();
   TrackedBuffer(TrackedBuffer&& other) noexcept;
   TrackedBuffer& operator=(TrackedBuffer&& other) noexcept;
 
   std::byte* data() const { return data_; }
-  std::size_t size() const { return bytes_; }
+  std::size_t size() const { return counted_.size(); }
 
  private:
   std::byte* data_ = nullptr;
-  std::size_t bytes_ = 0;
-  Purpose purpose_ = Purpose::kWorkspace;
-  MemoryTracker* tracker_ = nullptr;
+  TrackedBytes counted_;
 };
 
 }  // namespace treeline

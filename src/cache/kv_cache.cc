@@ -18,6 +18,12 @@ constexpr std::int64_t kMaxPageSlots = 1 << 20;
 constexpr std::int64_t kMaxBytes = std::numeric_limits<std::int64_t>::max() / 2;
 constexpr std::int64_t kMaxTokens = std::int64_t{1} << 40;  // as for a Layout
 constexpr std::int64_t kPageAlignment = 64;
+// Of pages that are allocated together. One by one under a sanitizer, which sees the ends of each.
+#if defined(__SANITIZE_ADDRESS__)
+constexpr std::int64_t kSlabBytes = 0;
+#else
+constexpr std::int64_t kSlabBytes = std::int64_t{16} << 20;
+#endif
 
 std::int64_t Number(SequenceId id) { return static_cast<std::int64_t>(id); }
 
@@ -90,6 +96,7 @@ KvCache::KvCache(const KvCacheOptions& options, MemoryTracker* tracker)
   Require(options.pages >= 1 && options.pages <= kMaxBytes / page_bytes_, "pages is ",
           options.pages, "; with ", page_bytes_, " bytes a page it must be from 1 to ",
           kMaxBytes / page_bytes_);
+  slab_pages_ = std::max<std::int64_t>(1, std::min(options.pages, kSlabBytes / page_bytes_));
 }
 
 SequenceId KvCache::Add() {
@@ -203,7 +210,7 @@ void KvCache::Write(SequenceId id, int layer, SlotRange slots, const TensorView&
   // From here on nothing throws.
   for (std::size_t i = first_page; i < end_page; ++i) {
     Unshare(sequence, i);
-    std::byte* layer_start = pages_[sequence.pages[i]].memory.data() + layer * layer_bytes_;
+    std::byte* layer_start = pages_[sequence.pages[i]].memory + layer * layer_bytes_;
     const std::int64_t page_begin = static_cast<std::int64_t>(i) * page_slots;
     const std::int64_t begin = std::max(slots.begin, page_begin);
     const std::int64_t end = std::min(slots.end, page_begin + page_slots);

@@ -56,7 +56,14 @@ void KvCache::Prepare(SequenceId id, std::int64_t pages) {
   while (spare_.size() < static_cast<std::size_t>(pages)) {
     ReserveIn(pages_, pages_.size() + 1);
     ReserveIn(spare_, pages_.size() + 1);  // for Drop, which must not throw
-    pages_.push_back({TrackedBuffer(bytes_per_page(), Purpose::kShard, tracker_), 0});
+    const auto slab = pages_.size() / static_cast<std::size_t>(slab_pages_);
+    const auto place = pages_.size() % static_cast<std::size_t>(slab_pages_);
+    if (slab == slabs_.size()) {
+      slabs_.emplace_back(bytes_per_page() * static_cast<std::size_t>(slab_pages_), Purpose::kShard,
+                          nullptr);
+    }
+    pages_.push_back({slabs_[slab].data() + place * bytes_per_page(),
+                      TrackedBytes(bytes_per_page(), Purpose::kShard, tracker_), 0});
     spare_.push_back(pages_.size() - 1);
   }
 }
@@ -88,7 +95,7 @@ void KvCache::SetPage(Sequence& sequence, std::size_t index, std::size_t page) n
   const std::size_t count = std::max(sequence.pages.size(), index + 1);
   sequence.pages.resize(count);
   sequence.pages[index] = page;
-  const std::byte* layer_start = pages_[page].memory.data();
+  const std::byte* layer_start = pages_[page].memory;
   auto addresses = sequence.addresses.begin();
   for (int layer = 0; layer < options_.layers; ++layer, layer_start += layer_bytes_) {
     for (const Side& side : sides_) {
@@ -104,8 +111,8 @@ void KvCache::Unshare(Sequence& sequence, std::size_t index) noexcept {
   if (!IsShared(sequence, index)) return;
   const std::size_t shared = sequence.pages[index];
   const std::size_t own = Take();
-  const std::byte* from = pages_[shared].memory.data();
-  std::byte* to = pages_[own].memory.data();
+  const std::byte* from = pages_[shared].memory;
+  std::byte* to = pages_[own].memory;
   const std::int64_t slots = std::min(
       options_.page_slots, sequence.slots - static_cast<std::int64_t>(index) * options_.page_slots);
   ForEachBlock(0, slots, [&](std::int64_t offset, std::size_t bytes) {
@@ -132,7 +139,7 @@ void KvCache::ForEachBlock(std::int64_t begin, std::int64_t end, const Body& bod
 // Slots from `begin` on hold nothing any more.
 void KvCache::Poison(std::size_t page, std::int64_t begin) noexcept {
   if constexpr (kPoison) {
-    std::byte* start = pages_[page].memory.data();
+    std::byte* start = pages_[page].memory;
     ForEachBlock(begin, options_.page_slots, [&](std::int64_t offset, std::size_t bytes) {
       std::memset(start + offset, kPoisonByte, bytes);
     });

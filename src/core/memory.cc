@@ -60,27 +60,40 @@ void MemoryTracker::ResetPeaks() {
   total_.peak = total_.held.load();
 }
 
-TrackedBuffer::TrackedBuffer(std::size_t bytes, Purpose purpose, MemoryTracker* tracker)
-    : data_(Allocate(bytes)), bytes_(bytes), purpose_(purpose), tracker_(tracker) {
-#ifndef NDEBUG
-  std::memset(data_, 0xFF, bytes_);  // NaN: reading what was not written shows
-#endif
+TrackedBytes::TrackedBytes(std::size_t bytes, Purpose purpose, MemoryTracker* tracker)
+    : bytes_(bytes), purpose_(purpose), tracker_(tracker) {
   if (tracker_ != nullptr) tracker_->Add(purpose_, bytes_);
 }
 
-TrackedBuffer::~TrackedBuffer() {
-  if (data_ == nullptr) return;
-  ::operator delete(data_, AlignmentOf(bytes_));
+TrackedBytes::~TrackedBytes() {
   if (tracker_ != nullptr) tracker_->Remove(purpose_, bytes_);
+}
+
+TrackedBytes::TrackedBytes(TrackedBytes&& other) noexcept { *this = std::move(other); }
+
+TrackedBytes& TrackedBytes::operator=(TrackedBytes&& other) noexcept {
+  std::swap(bytes_, other.bytes_);
+  std::swap(purpose_, other.purpose_);
+  std::swap(tracker_, other.tracker_);
+  return *this;
+}
+
+TrackedBuffer::TrackedBuffer(std::size_t bytes, Purpose purpose, MemoryTracker* tracker)
+    : data_(Allocate(bytes)), counted_(bytes, purpose, tracker) {
+#ifndef NDEBUG
+  std::memset(data_, 0xFF, bytes);  // NaN: reading what was not written shows
+#endif
+}
+
+TrackedBuffer::~TrackedBuffer() {
+  if (data_ != nullptr) ::operator delete(data_, AlignmentOf(size()));
 }
 
 TrackedBuffer::TrackedBuffer(TrackedBuffer&& other) noexcept { *this = std::move(other); }
 
 TrackedBuffer& TrackedBuffer::operator=(TrackedBuffer&& other) noexcept {
   std::swap(data_, other.data_);
-  std::swap(bytes_, other.bytes_);
-  std::swap(purpose_, other.purpose_);
-  std::swap(tracker_, other.tracker_);
+  std::swap(counted_, other.counted_);
   return *this;
 }
 
