@@ -19,18 +19,23 @@ std::uint64_t ReadProbe(const ProbeArgs& args) noexcept {
   const hn::ScalableTag<std::uint64_t> d;
   constexpr std::size_t kVector = hn::MaxLanes(d) * sizeof(std::uint64_t);
   const std::size_t stream = args.bytes / kStreams / kStep * kStep;
-  auto sum0 = hn::Zero(d);
-  auto sum1 = hn::Zero(d);
+  auto mix0 = hn::Zero(d);
+  auto mix1 = hn::Zero(d);
   for (std::size_t i = 0; i < stream; i += kStep) {
     for (std::size_t s = 0; s < kStreams; ++s) {
       const auto* p = reinterpret_cast<const std::uint64_t*>(args.data + s * stream + i);
       for (std::size_t j = 0; j < kStep; j += 2 * kVector) {
-        sum0 = hn::Xor(sum0, hn::LoadU(d, p + j / sizeof(std::uint64_t)));
-        sum1 = hn::Xor(sum1, hn::LoadU(d, p + (j + kVector) / sizeof(std::uint64_t)));
+        mix0 = hn::Xor(mix0, hn::LoadU(d, p + j / sizeof(std::uint64_t)));
+        mix1 = hn::Xor(mix1, hn::LoadU(d, p + (j + kVector) / sizeof(std::uint64_t)));
       }
     }
   }
-  return hn::GetLane(hn::SumOfLanes(d, hn::Xor(sum0, sum1)));
+  // Not SumOfLanes: that of gcc for AVX-512 adds as signed numbers, which may not overflow.
+  std::uint64_t lanes[hn::MaxLanes(d)];
+  hn::StoreU(hn::Xor(mix0, mix1), d, lanes);
+  std::uint64_t all = 0;
+  for (const std::uint64_t lane : lanes) all ^= lane;
+  return all;
 }
 
 double FmaProbe(const ProbeArgs& args) noexcept {
