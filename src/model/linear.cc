@@ -3,6 +3,7 @@
 #include <ggml.h>
 
 #include <optional>
+#include <vector>
 
 #include "backend/cpu/multiply.h"
 #include "core/check.h"
@@ -44,28 +45,33 @@ Linear::Linear(const Context& context, Activations activations)
 #endif
 }
 
-void Linear::Multiply(const Matrix& matrix, std::int64_t row_begin, std::int64_t row_end,
-                      const float* x, std::int64_t tokens, bool few, float* out,
-                      std::int64_t out_stride) const {
-  if (tokens == 0 || row_begin == row_end) return;
-  const std::optional<cpu::RowFormat> format = FormatOf(matrix.type);
-  if (few && activations_ == Activations::kI16 && format) {
-    return cpu::MultiplyFew(context_,
-                            {.format = *format,
-                             .data = matrix.data,
-                             .row_bytes = matrix.row_bytes,
-                             .row_begin = row_begin,
-                             .row_end = row_end,
-                             .columns = matrix.columns},
-                            x, matrix.columns, tokens, out, out_stride);
+void Linear::Multiply(std::span<const Product> products, const float* x, std::int64_t tokens,
+                      bool few) const {
+  if (tokens == 0) return;
+  std::vector<cpu::PackedProduct> packed;
+  packed.reserve(products.size());
+  for (const Product& product : products) {
+    const Matrix& matrix = *product.matrix;
+    const std::optional<cpu::RowFormat> format = FormatOf(matrix.type);
+    if (few && activations_ == Activations::kI16 && format) {
+      packed.push_back({.rows = {.format = *format,
+                                 .data = matrix.data,
+                                 .row_bytes = matrix.row_bytes,
+                                 .begin = product.row_begin,
+                                 .end = product.row_end},
+                        .out = product.out,
+                        .out_stride = product.out_stride});
+    } else {
+      cpu::Multiply(context_,
+                    {.read = ReadRow,
+                     .matrix = &matrix,
+                     .row_begin = product.row_begin,
+                     .row_end = product.row_end,
+                     .columns = matrix.columns},
+                    x, matrix.columns, tokens, product.out, product.out_stride);
+    }
   }
-  cpu::Multiply(context_,
-                {.read = ReadRow,
-                 .matrix = &matrix,
-                 .row_begin = row_begin,
-                 .row_end = row_end,
-                 .columns = matrix.columns},
-                x, matrix.columns, tokens, out, out_stride);
+  if (!packed.empty()) cpu::MultiplyFew(context_, packed, x, products[0].matrix->columns, tokens);
 }
 
 }  // namespace treeline::model

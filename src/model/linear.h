@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 
 #include "model/llama_model.h"
 #include "treeline/context.h"
@@ -13,6 +14,16 @@ enum class Activations : std::uint8_t {
   kF32,  // always as floats: slower, and exact but for rounding
 };
 
+// Rows [row_begin, row_end) of a matrix, and where their products with tokens go: out [tokens,
+// rows], of which a token's are out_stride floats after those of the one before.
+struct Product {
+  const Matrix* matrix;
+  std::int64_t row_begin;
+  std::int64_t row_end;
+  float* out;
+  std::int64_t out_stride;
+};
+
 // Products of activations with a model's matrices, by the threads of a context.
 class Linear {
  public:
@@ -22,11 +33,11 @@ class Linear {
   // worth widening it.
   static constexpr std::int64_t kFewTokens = 8;
 
-  // out [tokens, row_end - row_begin] = x [tokens, columns] * rows [row_begin, row_end)^T; rows of
-  // `out` are out_stride floats apart. The bits of an element depend only on its token, its row and
-  // `few`: whether the tokens of all ranks are, which the number of ranks must not change.
-  void Multiply(const Matrix& matrix, std::int64_t row_begin, std::int64_t row_end, const float* x,
-                std::int64_t tokens, bool few, float* out, std::int64_t out_stride) const;
+  // out = x [tokens, columns] * rows^T, of each of some products, whose matrices have the same
+  // columns. The bits of an element depend only on its token, its row and `few`: whether the tokens
+  // of all ranks are, which the number of ranks must not change.
+  void Multiply(std::span<const Product> products, const float* x, std::int64_t tokens,
+                bool few) const;
 
  private:
   const Context context_;

@@ -233,9 +233,11 @@ void LlamaRank::PrefillChunk(SequenceId id, std::span<const Token> tokens) {
   const int width = shape_.width;
   const bool few = static_cast<std::int64_t>(tokens.size()) <= Linear::kFewTokens;
   const cpu::Rotation rotation{rows_.cosines.data(), rows_.sines.data(), shape_.rope_dims / 2};
-  const auto multiply = [&](const Matrix& matrix, const std::vector<float>& x, float* out,
-                            std::int64_t stride) {
-    linear_.Multiply(matrix, 0, matrix.rows, x.data(), count, few, out, stride);
+  const auto all_rows = [](const Matrix& matrix, float* out, std::int64_t stride) {
+    return Product{&matrix, 0, matrix.rows, out, stride};
+  };
+  const auto multiply = [&](const std::vector<float>& x, std::span<const Product> products) {
+    linear_.Multiply(products, x.data(), count, few);
   };
   const auto add = [&] {
     backend_.Add(std::span(rows_.x).first(Index(count * width)),
@@ -245,21 +247,22 @@ void LlamaRank::PrefillChunk(SequenceId id, std::span<const Token> tokens) {
     const LlamaLayer& layer = model_.layers()[Index(l)];
     cpu::RmsNorm(context_, rows_.x.data(), layer.attention_norm.data(), count, width,
                  shape_.epsilon, rows_.normed.data());
-    multiply(layer.q, rows_.normed, rows_.qkv.data(), qkv_rows_);
-    multiply(layer.k, rows_.normed, rows_.qkv.data() + q_rows_, qkv_rows_);
-    multiply(layer.v, rows_.normed, rows_.qkv.data() + q_rows_ + k_rows_, qkv_rows_);
+    multiply(rows_.normed,
+             std::array{all_rows(layer.q, rows_.qkv.data(), qkv_rows_),
+                        all_rows(layer.k, rows_.qkv.data() + q_rows_, qkv_rows_),
+                        all_rows(layer.v, rows_.qkv.data() + q_rows_ + k_rows_, qkv_rows_)});
     cpu::Rotate(context_, rotation, rows_.qkv.data(), qkv_rows_, count,
                 shape_.heads + shape_.kv_heads, shape_.head_dim);
     WriteKeys(id, l, own, 0);
     PrefillAttention(id, l, own, first);
-    multiply(layer.output, rows_.attended, rows_.added.data(), width);
+    multiply(rows_.attended, std::array{all_rows(layer.output, rows_.added.data(), width)});
     add();
     cpu::RmsNorm(context_, rows_.x.data(), layer.ffn_norm.data(), count, width, shape_.epsilon,
                  rows_.normed.data());
-    multiply(layer.gate, rows_.normed, rows_.gate.data(), shape_.ffn);
-    multiply(layer.up, rows_.normed, rows_.up.data(), shape_.ffn);
+    multiply(rows_.normed, std::array{all_rows(layer.gate, rows_.gate.data(), shape_.ffn),
+                                      all_rows(layer.up, rows_.up.data(), shape_.ffn)});
     cpu::SwiGlu(context_, rows_.gate.data(), rows_.up.data(), count, shape_.ffn);
-    multiply(layer.down, rows_.gate, rows_.added.data(), width);
+    multiply(rows_.gate, std::array{all_rows(layer.down, rows_.added.data(), width)});
     add();
   }
 }
@@ -311,8 +314,8 @@ void LlamaRank::Logits(std::int64_t tokens, std::span<float> logits) {
                shape_.epsilon, rows_.normed.data());
   const std::int64_t n = shape_.vocabulary;
   const SlotRange share = OwnShare(n);
-  linear_.Multiply(model_.head(), share.begin, share.end, rows_.normed.data(), tokens,
-                   tokens <= Linear::kFewTokens, logits.data() + share.begin, n);
+  const Product head{&model_.head(), share.begin, share.end, logits.data() + share.begin, n};
+  linear_.Multiply({&head, 1}, rows_.normed.data(), tokens, tokens <= Linear::kFewTokens);
   GatherToFirst(logits, tokens);
 }
 
@@ -346,8 +349,8 @@ double LlamaRank::LogLikelihood(SequenceId id, std::span<const Token> tokens, st
       logits.resize(Index(kBlock * shape_.vocabulary));
       cpu::RmsNorm(context_, &rows_.x[Index(row * shape_.width)], model_.output_norm().data(), rows,
                    shape_.width, shape_.epsilon, rows_.normed.data());
-      linear_.Multiply(model_.head(), 0, shape_.vocabulary, rows_.normed.data(), rows,
-                       /*few=*/false, logits.data(), shape_.vocabulary);
+      const Product head{&model_.head(), 0, shape_.vocabulary, logits.data(), shape_.vocabulary};
+      linear_.Multiply({&head, 1}, rows_.normed.data(), rows, /*few=*/false);
       for (std::int64_t r = 0; r < rows; ++r) {
         const std::int64_t token = positions[first + row + r] - start;
         if (token < begin || token + 1 >= static_cast<std::int64_t>(tokens.size())) continue;
@@ -374,17 +377,17 @@ double LlamaRank::LogLikelihood(SequenceId id, std::span<const Token> tokens, st
   return sum;
 }
 
-void LlamaRank::DecodeLayer(std::span<const Next> next, std::span<const SlotRange> slots,
-                            int index) {
+void LlamaRank::DecodeLayer(std::span<const Growing> sequences, int index) {
   const LlamaLayer& layer = model_.layers()[Index(index)];
-  const auto count = static_cast<std::int64_t>(next.size());
+  const auto count = static_cast<std::int64_t>(sequences.size());
   const int width = shape_.width;
   const bool few = count <= Linear::kFewTokens;
-  const auto multiply = [&](const Matrix& matrix, const std::vector<float>& x, float* out,
-                            std::int64_t stride) {
+  const auto own_rows = [&](const Matrix& matrix, std::vector<float>& out) {
     const SlotRange share = OwnShare(matrix.rows);
-    linear_.Multiply(matrix, share.begin, share.end, x.data(), count, few, out + share.begin,
-                     stride);
+    return Product{&matrix, share.begin, share.end, out.data() + share.begin, matrix.rows};
+  };
+  const auto multiply = [&](const std::vector<float>& x, std::span<const Product> products) {
+    linear_.Multiply(products, x.data(), count, few);
   };
   const auto add = [&] {
     Gather(rows_.added.data(), count, width);
@@ -395,50 +398,45 @@ void LlamaRank::DecodeLayer(std::span<const Next> next, std::span<const SlotRang
                rows_.normed.data());
   // The three matrices as one, so that shares are as equal as they can be.
   const SlotRange share = OwnShare(qkv_rows_);
-  std::int64_t offset = 0;
-  for (const Matrix* matrix : {&layer.q, &layer.k, &layer.v}) {
-    const std::int64_t begin = std::clamp<std::int64_t>(share.begin - offset, 0, matrix->rows);
-    const std::int64_t end = std::clamp<std::int64_t>(share.end - offset, 0, matrix->rows);
-    linear_.Multiply(*matrix, begin, end, rows_.normed.data(), count, few,
-                     rows_.qkv.data() + offset + begin, qkv_rows_);
-    offset += matrix->rows;
-  }
+  const auto of_share = [&](const Matrix& matrix, std::int64_t offset) {
+    const std::int64_t begin = std::clamp<std::int64_t>(share.begin - offset, 0, matrix.rows);
+    const std::int64_t end = std::clamp<std::int64_t>(share.end - offset, 0, matrix.rows);
+    return Product{&matrix, begin, end, rows_.qkv.data() + offset + begin, qkv_rows_};
+  };
+  multiply(rows_.normed, std::array{of_share(layer.q, 0), of_share(layer.k, q_rows_),
+                                    of_share(layer.v, q_rows_ + k_rows_)});
   Gather(rows_.qkv.data(), count, qkv_rows_);
   const cpu::Rotation rotation{rows_.cosines.data(), rows_.sines.data(), shape_.rope_dims / 2};
   cpu::Rotate(context_, rotation, rows_.qkv.data(), qkv_rows_, count,
               shape_.heads + shape_.kv_heads, shape_.head_dim);
-  std::vector<std::vector<Positions>> shards;
-  std::vector<ShardedTask> tasks;
-  for (std::int64_t i = 0; i < count; ++i) {
-    const SequenceId id = next[Index(i)].id;
-    WriteKeys(id, index, slots[Index(i)], i);
-    shards.push_back(cache_.shards(id));
-  }
   const std::int64_t out_rows = std::int64_t{shape_.heads} * shape_.v_head_dim;
+  std::vector<ShardedTask> tasks;
+  tasks.reserve(sequences.size());
   for (std::int64_t i = 0; i < count; ++i) {
-    const SequenceId id = next[Index(i)].id;
+    const auto& [id, slots, shards] = sequences[Index(i)];
+    WriteKeys(id, index, slots, i);
     tasks.push_back(
         {.local =
              {.q = TensorView::Dense(&rows_.qkv[Index(i * qkv_rows_)], DType::kF32, 1, shape_.heads,
                                      shape_.head_dim),
               .q_positions = Positions::Contiguous(cache_.length(id) - 1, 1),
               .kv = cache_.View(id, index),
-              .kv_positions = shards[Index(i)][Index(comm_.rank())],
+              .kv_positions = shards[Index(comm_.rank())],
               .result = {std::span(rows_.attended).subspan(Index(i * out_rows), Index(out_rows)),
                          std::span(rows_.lse).subspan(Index(i * shape_.heads), Index(shape_.heads)),
                          shape_.v_head_dim}},
-         .kv_shards = shards[Index(i)]});
+         .kv_shards = shards});
   }
   treeline::Decode(comm_, backend_, spec_, tasks,
                    {.schedule = schedule_,
                     .node_size = options_.node_size,
                     .reproducible = options_.reproducible});
-  multiply(layer.output, rows_.attended, rows_.added.data(), width);
+  multiply(rows_.attended, std::array{own_rows(layer.output, rows_.added)});
   add();
   cpu::RmsNorm(context_, rows_.x.data(), layer.ffn_norm.data(), count, width, shape_.epsilon,
                rows_.normed.data());
-  multiply(layer.gate, rows_.normed, rows_.gate.data(), shape_.ffn);
-  multiply(layer.up, rows_.normed, rows_.up.data(), shape_.ffn);
+  multiply(rows_.normed,
+           std::array{own_rows(layer.gate, rows_.gate), own_rows(layer.up, rows_.up)});
   const SlotRange own = OwnShare(shape_.ffn);
   for (std::int64_t t = 0; t < count; ++t) {
     float* gate = rows_.gate.data() + t * shape_.ffn + own.begin;
@@ -446,7 +444,7 @@ void LlamaRank::DecodeLayer(std::span<const Next> next, std::span<const SlotRang
                 static_cast<int>(own.end - own.begin));
   }
   Gather(rows_.gate.data(), count, shape_.ffn);
-  multiply(layer.down, rows_.gate, rows_.added.data(), width);
+  multiply(rows_.gate, std::array{own_rows(layer.down, rows_.added)});
   add();
 }
 
@@ -459,13 +457,16 @@ void LlamaRank::Decode(std::span<const Next> next, std::span<float> logits) {
   RequireRoom(next, 1);
   RunCollective(comm_, [&] {
     Resize(static_cast<std::int64_t>(next.size()));
-    std::vector<SlotRange> slots;
+    std::vector<Growing> sequences;
+    sequences.reserve(next.size());
     for (std::size_t i = 0; i < next.size(); ++i) {
-      const std::int64_t position = cache_.length(next[i].id);
-      slots.push_back(cache_.Grow(next[i].id, 1));
-      Embed(static_cast<std::int64_t>(i), next[i].token, position);
+      const auto& [id, token] = next[i];
+      const std::int64_t position = cache_.length(id);
+      const SlotRange slots = cache_.Grow(id, 1);
+      sequences.push_back({id, slots, cache_.shards(id)});
+      Embed(static_cast<std::int64_t>(i), token, position);
     }
-    for (int l = 0; l < shape_.layers; ++l) DecodeLayer(next, slots, l);
+    for (int l = 0; l < shape_.layers; ++l) DecodeLayer(sequences, l);
     Logits(static_cast<std::int64_t>(next.size()), logits);
   });
 }

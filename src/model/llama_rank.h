@@ -17,7 +17,7 @@ namespace treeline::model {
 using Token = std::int32_t;
 
 struct LlamaOptions {
-  DType kv_type = DType::kBF16;
+  DType kv_type = DType::kF16;
   Activations activations = Activations::kI16;
   Schedule schedule = Schedule::kTree;  // of decoding
   int node_size = 0;                    // as in DecodeOptions
@@ -87,6 +87,11 @@ class LlamaRank {
     std::vector<float> cosines;   // [tokens, pairs]
     std::vector<float> sines;     // [tokens, pairs]
   };
+  struct Growing {  // a sequence to which a token has been appended
+    SequenceId id;
+    SlotRange slots;  // of the token here; empty on other ranks
+    std::vector<Positions> shards;
+  };
   using Visit = std::function<bool(std::int64_t first, std::int64_t count)>;
 
   void RequireTokens(std::span<const Token> tokens) const;
@@ -99,7 +104,7 @@ class LlamaRank {
   // One chunk of a sequence: this rank's tokens of it.
   void PrefillChunk(SequenceId id, std::span<const Token> tokens);
   void PrefillAttention(SequenceId id, int layer, SlotRange own, std::int64_t first);
-  void DecodeLayer(std::span<const Next> next, std::span<const SlotRange> slots, int layer);
+  void DecodeLayer(std::span<const Growing> sequences, int layer);
   void WriteKeys(SequenceId id, int layer, SlotRange slots, std::int64_t row);
   // Rows of matrices that a rank multiplies, of `rows`.
   SlotRange ShareOf(int rank, std::int64_t rows) const;

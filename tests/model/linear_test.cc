@@ -5,6 +5,7 @@
 #include <ggml.h>
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cmath>
 
 #include "random_values.h"
@@ -63,8 +64,8 @@ TEST_P(LinearTest, MatchesFloat64) {
           constexpr std::int64_t kBegin = 3;
           constexpr std::int64_t kStride = kRows - kBegin;
           std::vector<float> out(static_cast<std::size_t>(tokens * kStride));
-          linear.Multiply(weights.matrix(), kBegin, kRows, x.data(), tokens, true, out.data(),
-                          kStride);
+          const Product product{&weights.matrix(), kBegin, kRows, out.data(), kStride};
+          linear.Multiply({&product, 1}, x.data(), tokens, true);
           std::vector<float> row(static_cast<std::size_t>(columns));
           for (std::int64_t r = kBegin; r < kRows; ++r) {
             weights.matrix().Read(r, row.data());
@@ -99,17 +100,49 @@ TEST_P(LinearTest, BitsDependOnTokenAndRowOnly) {
   for (const ggml_type type : kTypes) {
     const Weights weights(type, kRows, kColumns);
     std::vector<float> all(kTokens * kRows);
+    const Product rows{&weights.matrix(), 0, kRows, all.data(), kRows};
     Linear({.pool = &pool, .isa = GetParam()}, Activations::kI16)
-        .Multiply(weights.matrix(), 0, kRows, x.data(), kTokens, true, all.data(), kRows);
+        .Multiply({&rows, 1}, x.data(), kTokens, true);
     for (std::int64_t t = 0; t < kTokens; ++t) {
       for (std::int64_t r = 0; r < kRows; r += 7) {
         float one = 0.0f;
+        const Product row{&weights.matrix(), r, r + 1, &one, 1};
         Linear({.isa = GetParam()}, Activations::kI16)
-            .Multiply(weights.matrix(), r, r + 1, x.data() + t * kColumns, 1, true, &one, 1);
+            .Multiply({&row, 1}, x.data() + t * kColumns, 1, true);
         ASSERT_EQ(one, all[static_cast<std::size_t>(t * kRows + r)]) << ggml_type_name(type);
       }
     }
   }
+}
+
+// Matrices of different types and sizes, of which a rank may have no row, one or all.
+TEST_P(LinearTest, ProductsTogetherAreThoseOfEachAlone) {
+  ThreadPool pool(2);
+  const Linear linear({.pool = &pool, .isa = GetParam()}, Activations::kI16);
+  constexpr std::int64_t kColumns = 512;
+  constexpr std::int64_t kTokens = 3;
+  constexpr std::int64_t kStride = 400;
+  const std::vector<float> x = RandomValues(kTokens * kColumns, 2);
+  const Weights packed(GGML_TYPE_Q4_K, 300, kColumns);
+  const Weights widened(GGML_TYPE_Q5_0, 20, kColumns);
+  const Weights other(GGML_TYPE_Q8_0, 80, kColumns);
+  std::vector<float> together(kTokens * kStride);
+  std::vector<float> apart(kTokens * kStride);
+  const auto products = [&](std::vector<float>& out) {
+    return std::array<Product, 5>{{{&packed.matrix(), 1, 299, out.data(), kStride},
+                                   {&widened.matrix(), 0, 20, out.data() + 298, kStride},
+                                   {&other.matrix(), 7, 7, out.data() + 318, kStride},
+                                   {&other.matrix(), 79, 80, out.data() + 318, kStride},
+                                   {&other.matrix(), 0, 80, out.data() + 319, kStride}}};
+  };
+  linear.Multiply(products(together), x.data(), kTokens, true);
+  for (const Product& product : products(apart)) {
+    linear.Multiply({&product, 1}, x.data(), kTokens, true);
+  }
+  EXPECT_EQ(together, apart);
+  EXPECT_NE(together[318], 0.0f);
+  EXPECT_NE(together[398], 0.0f);
+  EXPECT_EQ(together[399], 0.0f);  // nothing is written beyond
 }
 
 TEST_P(LinearTest, WhatIsNotFiniteStaysSo) {
@@ -120,15 +153,15 @@ TEST_P(LinearTest, WhatIsNotFiniteStaysSo) {
       std::vector<float> x = RandomValues(kColumns, 2);
       x[100] = bad;
       std::vector<float> out(2);
-      Linear({.isa = GetParam()}, Activations::kI16)
-          .Multiply(weights.matrix(), 0, 2, x.data(), 1, true, out.data(), 2);
+      const Product product{&weights.matrix(), 0, 2, out.data(), 2};
+      Linear({.isa = GetParam()}, Activations::kI16).Multiply({&product, 1}, x.data(), 1, true);
       EXPECT_FALSE(std::isfinite(out[0])) << ggml_type_name(type) << ", " << bad;
     }
     // All zeros have no largest to divide by.
     const std::vector<float> zeros(kColumns);
     std::vector<float> out{1.0f, 1.0f};
-    Linear({.isa = GetParam()}, Activations::kI16)
-        .Multiply(weights.matrix(), 0, 2, zeros.data(), 1, true, out.data(), 2);
+    const Product product{&weights.matrix(), 0, 2, out.data(), 2};
+    Linear({.isa = GetParam()}, Activations::kI16).Multiply({&product, 1}, zeros.data(), 1, true);
     EXPECT_EQ(out[0], 0.0f);
   }
 }

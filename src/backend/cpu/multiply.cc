@@ -63,40 +63,49 @@ void Multiply(const Context& context, const RowSource& source, const float* x,
   ForEach(context, (rows + item_rows - 1) / item_rows, multiply_item);
 }
 
-void MultiplyFew(const Context& context, const PackedRows& source, const float* x,
-                 std::int64_t x_stride, std::int64_t tokens, float* out, std::int64_t out_stride) {
+void MultiplyFew(const Context& context, std::span<const PackedProduct> products, const float* x,
+                 std::int64_t columns, std::int64_t tokens) {
   const KernelTable& table = TableFor(context);
-  const std::int64_t blocks = source.columns / kFineBlock;
-  const auto token_bytes =
-      static_cast<std::size_t>(source.columns * std::int64_t{sizeof(std::int16_t)} +
-                               2 * blocks * std::int64_t{sizeof(float)});
+  const std::int64_t blocks = columns / kFineBlock;
+  const auto token_bytes = static_cast<std::size_t>(columns * std::int64_t{sizeof(std::int16_t)} +
+                                                    2 * blocks * std::int64_t{sizeof(float)});
   const TrackedBuffer buffer(token_bytes * static_cast<std::size_t>(tokens), Purpose::kWorkspace,
                              context.memory);
   std::vector<FineRow> fine;
+  fine.reserve(static_cast<std::size_t>(tokens));
   for (std::int64_t t = 0; t < tokens; ++t) {
     std::byte* place = buffer.data() + token_bytes * static_cast<std::size_t>(t);
     auto* scales = reinterpret_cast<float*>(place);
     fine.push_back({.values = reinterpret_cast<std::int16_t*>(scales + 2 * blocks),
                     .scales = scales,
                     .sums = scales + blocks});
-    table.refine_row(x + t * x_stride, static_cast<int>(source.columns), fine.back());
+    table.refine_row(x + t * columns, static_cast<int>(columns), fine.back());
   }
+  std::int64_t rows = 0;  // of all products
+  for (const PackedProduct& product : products) rows += product.rows.end - product.rows.begin;
   // As many items as keep all threads busy to the end, and no fewer rows than start a stream.
-  const std::int64_t rows = source.row_end - source.row_begin;
   const std::int64_t item_rows =
       std::clamp<std::int64_t>(rows / (std::int64_t{8} * Threads(context)), 16, 256);
-  ForEach(context, (rows + item_rows - 1) / item_rows, [&](std::int64_t item, int) {
+  const auto items_of = [&](const PackedProduct& product) {
+    return (product.rows.end - product.rows.begin + item_rows - 1) / item_rows;
+  };
+  std::int64_t items = 0;
+  for (const PackedProduct& product : products) items += items_of(product);
+  ForEach(context, items, [&](std::int64_t item, int) {
+    const PackedProduct* product = products.data();
+    for (; item >= items_of(*product); ++product) item -= items_of(*product);
+    const PackedRows& source = product->rows;
     const std::int64_t first = item * item_rows;
-    table.dot_rows({.format = source.format,
-                    .weights = source.data + static_cast<std::size_t>(source.row_begin + first) *
-                                                 source.row_bytes,
-                    .row_bytes = source.row_bytes,
-                    .rows = static_cast<int>(std::min(item_rows, rows - first)),
-                    .columns = static_cast<int>(source.columns),
-                    .x = fine.data(),
-                    .tokens = static_cast<int>(tokens),
-                    .out = out + first,
-                    .out_stride = out_stride});
+    table.dot_rows(
+        {.format = source.format,
+         .weights = source.data + static_cast<std::size_t>(source.begin + first) * source.row_bytes,
+         .row_bytes = source.row_bytes,
+         .rows = static_cast<int>(std::min(item_rows, source.end - source.begin - first)),
+         .columns = static_cast<int>(columns),
+         .x = fine.data(),
+         .tokens = static_cast<int>(tokens),
+         .out = product->out + first,
+         .out_stride = product->out_stride});
   });
 }
 

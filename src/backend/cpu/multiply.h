@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "kernels/cpu/kernel_table.h"
 #include "treeline/context.h"
@@ -24,18 +25,25 @@ struct RowSource {
 void Multiply(const Context& context, const RowSource& rows, const float* x, std::int64_t x_stride,
               std::int64_t tokens, float* out, std::int64_t out_stride);
 
-// Rows [row_begin, row_end) of packed weights, where they lie.
+// Rows [begin, end) of packed weights, where they lie.
 struct PackedRows {
   RowFormat format;
   const std::byte* data;  // of the matrix
   std::size_t row_bytes;
-  std::int64_t row_begin;
-  std::int64_t row_end;
-  std::int64_t columns;  // whole blocks of the format
+  std::int64_t begin;
+  std::int64_t end;
 };
 
-// The same for few tokens, whose activations are rounded to 16 bits: each row is read once.
-void MultiplyFew(const Context& context, const PackedRows& rows, const float* x,
-                 std::int64_t x_stride, std::int64_t tokens, float* out, std::int64_t out_stride);
+struct PackedProduct {
+  PackedRows rows;
+  float* out;  // [tokens, rows]; a token's are out_stride floats apart
+  std::int64_t out_stride;
+};
+
+// The same for x [tokens, columns] of few tokens, whose activations are rounded to 16 bits: each
+// row is read once. Columns are whole blocks of all formats. Some products at a time: threads meet
+// once.
+void MultiplyFew(const Context& context, std::span<const PackedProduct> products, const float* x,
+                 std::int64_t columns, std::int64_t tokens);
 
 }  // namespace treeline::cpu
