@@ -15,7 +15,7 @@ struct ModelOptions {
   std::vector<int> ranks;    // one number, or none: 1, or mpirun's
   int threads = 0;           // of a rank; 0: all cores, divided among the ranks of this host
   std::int64_t context = 0;  // tokens; 0: as many as are needed
-  std::string kv_type = "bf16";
+  std::string kv_type = "f16";
   std::string schedule = "tree";
   std::string activations = "i16";
   int node_size = 0;

@@ -2,6 +2,8 @@
 
 #include <llama.h>
 
+#include <cmath>
+
 #include "core/check.h"
 
 namespace treeline::model {
@@ -44,8 +46,15 @@ Sampler& Sampler::operator=(Sampler&&) noexcept = default;
 
 Token Sampler::Sample(std::span<const float> logits) {
   candidates_.resize(logits.size());
+  float nan_or_zero = 0.0f;  // x - x is 0 for finite x, and a NaN never leaves a sum
   for (std::size_t i = 0; i < logits.size(); ++i) {
     candidates_[i] = {static_cast<llama_token>(i), logits[i], 0.0f};
+    nan_or_zero += logits[i] - logits[i];
+  }
+  if (std::isnan(nan_or_zero)) {
+    Throw<Error>(
+        "the model's logits are not finite: its weights are not, or its keys and values are "
+        "beyond the largest number of their type; --kv-type f32 and bf16 have the largest");
   }
   llama_token_data_array array{candidates_.data(), candidates_.size(), -1, false};
   llama_sampler_apply(chain_.get(), &array);

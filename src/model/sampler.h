@@ -30,7 +30,8 @@ class Sampler {
   Sampler(Sampler&&) noexcept;
   Sampler& operator=(Sampler&&) noexcept;
 
-  // Of [vocabulary] logits. The chosen token counts as one of the last.
+  // Of [vocabulary] logits. The chosen token counts as one of the last. Throws Error if a logit is
+  // not finite.
   Token Sample(std::span<const float> logits);
 
   // A token that was not sampled, of a prompt say, counts as one of the last.

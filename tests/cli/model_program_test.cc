@@ -2,14 +2,18 @@
 
 #include <gtest/gtest.h>
 
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <sstream>
 #include <string>
+#include <vector>
 
 #include "cli/run_program.h"
+#include "model/gguf.h"
+#include "model/mapped_file.h"
 #include "model/tiny_model.h"
 
 namespace {
@@ -39,6 +43,30 @@ class ModelProgramTest : public testing::Test {
   const fs::path folder_ =
       fs::temp_directory_path() / ("treeline-program-" + std::to_string(getpid()));
 };
+
+// Multiplies a norm's weights in a model's file.
+void ScaleNorm(const std::string& path, const std::string& name, float factor) {
+  const treeline::model::MappedFile file(path);
+  const treeline::model::Gguf gguf(file.bytes(), path);
+  const treeline::model::GgufTensor* tensor = gguf.FindTensor(name);
+  ASSERT_NE(tensor, nullptr);
+  std::vector<float> weights(tensor->data.size() / sizeof(float));
+  std::memcpy(weights.data(), tensor->data.data(), tensor->data.size());
+  for (float& weight : weights) weight *= factor;
+  std::fstream stream(path, std::ios::binary | std::ios::in | std::ios::out);
+  stream.seekp(tensor->data.data() - file.bytes().data());
+  stream.write(reinterpret_cast<const char*>(weights.data()),
+               static_cast<std::streamsize>(tensor->data.size()));
+}
+
+TEST_F(ModelProgramTest, KeysBeyondTheirTypeAreAnError) {
+  ScaleNorm(model_.path(), "blk.0.attn_norm.weight", 1e7f);
+  for (const char* ranks : {"1", "3"}) {
+    const std::string arguments = std::string("-p a -n 2 --ranks ") + ranks;
+    ExpectError(Run("generate", arguments), 1, "--kv-type f32 and bf16");
+    EXPECT_EQ(Run("generate", arguments + " --kv-type bf16").code, 0);
+  }
+}
 
 TEST_F(ModelProgramTest, TheTextDoesNotDependOnRanks) {
   const std::string same = "-p 'A text of some length' -n 30 --activations f32 --kv-type f32 ";
@@ -109,7 +137,8 @@ TEST_F(ModelProgramTest, GoesOnFromASavedContext) {
     EXPECT_EQ(second.code, 0) << second.error;
     EXPECT_EQ(second.output, whole.output) << ranks << " ranks";
   }
-  ExpectError(Run("generate", "-p x --load-context " + saved), 4, "are f32, not bf16");
+  ExpectError(Run("generate", "-p x --kv-type q8_0 --load-context " + saved), 4,
+              "are f32, not q8_0");
   ExpectError(Run("generate", exact + "-p x --load-context /nowhere"), 4, "/nowhere");
   const Outcome onto = Run("generate", exact + "-p x --save-context /proc/none");
   EXPECT_EQ(onto.code, 4) << onto.error;
