@@ -82,13 +82,17 @@ std::string_view Name(Storage storage) {
   return "?";
 }
 
-HugeBuffer::HugeBuffer(std::size_t bytes)
-    : bytes_((std::max<std::size_t>(bytes, 1) + kHugePage - 1) / kHugePage * kHugePage) {
+HugeBuffer::HugeBuffer(std::size_t bytes, const std::function<void()>& pause)
+    : HugeBuffer() {  // so that the destructor runs if pause() throws
+  bytes_ = (std::max<std::size_t>(bytes, 1) + kHugePage - 1) / kHugePage * kHugePage;
   void* p = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (p == MAP_FAILED) throw std::bad_alloc();
   data_ = static_cast<std::byte*>(p);
   madvise(data_, bytes_, MADV_HUGEPAGE);  // a hint: small pages work too
-  std::memset(data_, std::to_integer<int>(kPoison), bytes_);
+  for (std::size_t done = 0; done < bytes_; done += kPiece) {
+    std::memset(data_ + done, std::to_integer<int>(kPoison), std::min(kPiece, bytes_ - done));
+    pause();
+  }
 }
 
 HugeBuffer::~HugeBuffer() {

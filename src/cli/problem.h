@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -44,8 +45,11 @@ inline constexpr std::byte kPoison{0xFF};
 class HugeBuffer {
  public:
   HugeBuffer() = default;
-  // Filled with kPoison. Throws std::bad_alloc.
-  explicit HugeBuffer(std::size_t bytes);
+  // Filled with kPoison. The system may take seconds to give much memory: pause() comes after
+  // every kPiece bytes, or part of it. Throws std::bad_alloc.
+  static constexpr std::size_t kPiece = std::size_t{32} << 20;
+  explicit HugeBuffer(
+      std::size_t bytes, const std::function<void()>& pause = [] {});
   ~HugeBuffer();
   HugeBuffer(HugeBuffer&& other) noexcept;
   HugeBuffer& operator=(HugeBuffer&& other) noexcept;

@@ -10,11 +10,15 @@ namespace treeline::cli {
 namespace {
 
 constexpr int kRepeats = 5;
+constexpr std::size_t kReadBytes = std::size_t{512} << 20;
+// Of MeasureLimits: while its memory is filled, and before each measurement.
+constexpr int kPauses = static_cast<int>(kReadBytes / HugeBuffer::kPiece) + 2 * kRepeats;
+static_assert(kReadBytes % HugeBuffer::kPiece == 0);
 
 }  // namespace
 
 Limits MeasureLimits(const Context& context, const std::function<void()>& pause) {
-  const HugeBuffer buffer(std::size_t{512} << 20);
+  const HugeBuffer buffer(kReadBytes, pause);
   std::vector<double> read;
   std::vector<double> fma;
   for (int i = 0; i < kRepeats; ++i) {
@@ -28,7 +32,7 @@ Limits MeasureLimits(const Context& context, const std::function<void()>& pause)
 
 Limits MeasureLimitsAlone(const Context& context, const std::function<void()>& pause) {
   if (IsFirst()) return MeasureLimits(context, pause);
-  for (int i = 0; i < 2 * kRepeats; ++i) pause();
+  for (int i = 0; i < kPauses; ++i) pause();
   return {};
 }
 
