@@ -1,9 +1,9 @@
 // Decoding: a few query rows over many keys, at the speed of memory.
 //
 // All rows of a key head share one read of K and V. Keys are taken in blocks of 16; while the
-// scores of a block are computed the next block's keys are fetched, and while its values are
-// weighed the next block's values are. Where rows see different keys, each row weighs only what it
-// sees.
+// scores of a block are computed the keys of one of the next blocks are fetched, and while its
+// values are weighed the values of that are. Where rows see different keys, each row weighs only
+// what it sees.
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/cpu/decode.cc"
@@ -23,6 +23,7 @@ namespace treeline::cpu::HWY_NAMESPACE {
 namespace {
 
 constexpr int kMaxSpread = 17;  // blocks that are interleaved
+constexpr int kAhead = 2;  // blocks between the one that is computed and the one that is fetched
 constexpr int kPage = 4096;
 
 int RoundUp(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
@@ -152,9 +153,9 @@ class Decoder {
 
   // One block of one key head.
   struct Step {
-    const KvGroup* group;
-    int block;
-    int head;
+    const KvGroup* group = nullptr;
+    int block = 0;
+    int head = 0;
   };
 
   // Blocks of a group that this piece takes.
@@ -183,16 +184,19 @@ class Decoder {
       const bool last = slot >= range.end;
       if (!last) slot = Fill(following, slot, range.end, spread);
       const int steps = BlocksOf(group) * heads();
+      const int more = last ? 0 : BlocksOf(following) * heads();
       for (int i = 0; i < steps; ++i) {
-        const Step next =
-            i + 1 < steps ? StepOf(group, i + 1) : StepOf(last ? group : following, 0);
-        Attend(StepOf(group, i), next);
+        const int ahead = i + kAhead;
+        Attend(StepOf(group, i), ahead < steps          ? StepOf(group, ahead)
+                                 : ahead < steps + more ? StepOf(following, ahead - steps)
+                                                        : Step{});
       }
       if (last) return;
     }
   }
 
-  void Attend(const Step& step, const Step& next) {
+  // `ahead` is what to fetch meanwhile; its group may be null.
+  void Attend(const Step& step, const Step& ahead) {
     const KvGroup& group = *step.group;
     const int keys = group.KeysOf(step.block);
     if (keys == 0) return;
@@ -203,12 +207,12 @@ class Decoder {
     const bool whole = keys == kBlock && group.FirstSlot(step.block) >= common_.begin &&
                        group.SlotOf(step.block, kBlock - 1) < common_.end;
     if (!whole) return AttendMasked(step, k, v, keys);
-    if (next.group->KeysOf(next.block) == kBlock) {
-      k.fetch = next.group->k + next.block * kBlock;
-      k.fetch_offset = (args_.kv_head_begin + next.head) * kv_.k.head_stride;
+    if (ahead.group != nullptr && ahead.group->KeysOf(ahead.block) == kBlock) {
+      k.fetch = ahead.group->k + ahead.block * kBlock;
+      k.fetch_offset = (args_.kv_head_begin + ahead.head) * kv_.k.head_stride;
       k.fetch_bytes = k_bytes_;
-      v.fetch = next.group->v + next.block * kBlock;
-      v.fetch_offset = (args_.kv_head_begin + next.head) * kv_.v.head_stride;
+      v.fetch = ahead.group->v + ahead.block * kBlock;
+      v.fetch_offset = (args_.kv_head_begin + ahead.head) * kv_.v.head_stride;
       v.fetch_bytes = v_bytes_;
     }
     for (int slab = 0; slab < w_.slabs; ++slab) {

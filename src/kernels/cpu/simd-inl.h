@@ -8,7 +8,6 @@
 #define TREELINE_KERNELS_CPU_SIMD_INL_H_
 #endif
 
-#include <hwy/cache_control.h>
 #include <hwy/highway.h>
 // After highway.h.
 #include <hwy/contrib/math/math-inl.h>
@@ -224,9 +223,13 @@ HWY_INLINE void TransposeFourRows(const float* HWY_RESTRICT source, std::size_t 
 #endif
 }
 
+// To the second-level cache: on some machines few misses of the first level can be outstanding, and
+// fetches that wait for one of their places would stop everything.
 HWY_INLINE void PrefetchRow(const std::byte* row, int bytes) {
   constexpr int kLine = 64;
-  for (int i = 0; i < bytes; i += kLine) hwy::Prefetch(row + i);
+  constexpr int kRead = 0;
+  constexpr int kSecondLevel = 2;
+  for (int i = 0; i < bytes; i += kLine) __builtin_prefetch(row + i, kRead, kSecondLevel);
 }
 
 // Hands out 64-byte aligned pieces of a workspace. With a null base it only measures.

@@ -43,7 +43,7 @@ struct alignas(64) SlabState {
   }
 };
 
-// Rows of keys or values of a block, and which of the next block's to fetch meanwhile.
+// Rows of keys or values of a block, and which of a later block's to fetch meanwhile.
 struct BlockRows {
   const std::byte* const* rows;  // [kBlock], of key head 0
   std::int64_t offset;           // of the key head
