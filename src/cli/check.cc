@@ -65,7 +65,16 @@ std::string_view Name(Kernel kernel) {
   return "?";
 }
 
-double Bound(Kernel kernel) { return kernel == Kernel::kBackward ? 1e-4 : 1e-5; }
+Arithmetic ArithmeticOf(Isa isa, DType q, DType kv) {
+  return ComputesInBf16(isa) && q == DType::kBF16 && kv == DType::kBF16 ? Arithmetic::kBf16
+                                                                        : Arithmetic::kF32;
+}
+
+double Bound(Kernel kernel, Arithmetic arithmetic) {
+  const bool exact = arithmetic == Arithmetic::kF32 || kernel == Kernel::kDecode;
+  if (kernel == Kernel::kBackward) return exact ? 1e-4 : 2e-2;
+  return exact ? 1e-5 : 8e-3;
+}
 
 Kernel KernelOf(const AttentionSpec& spec, const AttendTask& task) {
   return task.q.tokens * spec.group() <= cpu::kDecodeRows ? Kernel::kDecode : Kernel::kForward;

@@ -13,8 +13,15 @@ enum class Kernel : std::uint8_t { kDecode, kForward, kBackward, kMerge };
 inline constexpr std::size_t kKernels = 4;
 std::string_view Name(Kernel kernel);
 
-// The largest error against the oracle that a kernel may have; see docs/numerics.md.
-double Bound(Kernel kernel);
+// What products of attention are computed in. Sums are f32 in both.
+enum class Arithmetic : std::uint8_t { kF32, kBf16 };
+
+// Of a task with such queries and keys, by everything but decoding.
+Arithmetic ArithmeticOf(Isa isa, DType q, DType kv);
+
+// The largest error against the oracle that a kernel may have; see docs/numerics.md. That of a
+// merge is of what it merges, too.
+double Bound(Kernel kernel, Arithmetic arithmetic = Arithmetic::kF32);
 
 // The kernel that Attend uses for a task.
 Kernel KernelOf(const AttentionSpec& spec, const AttendTask& task);

@@ -14,10 +14,12 @@ namespace {
 
 constexpr int kPageSlots = 256;
 
+DType QueryType(const BenchCase& c) { return c.dtype == DType::kQ8_0 ? DType::kF32 : c.dtype; }
+
 ProblemShape MakeShape(const BenchCase& c, std::uint64_t seed) {
   ProblemShape shape;
   shape.spec = AttentionSpec::Make(c.heads, c.kv_heads, c.head_dim);
-  shape.q_dtype = c.dtype == DType::kQ8_0 ? DType::kF32 : c.dtype;
+  shape.q_dtype = QueryType(c);
   shape.kv_dtype = c.dtype;
   shape.storage = c.storage;
   shape.page_slots = kPageSlots;
@@ -208,7 +210,9 @@ Measurement MeasureCase(const BenchCase& c, int repeats, std::uint64_t seed, Thr
       m = MeasureMerge(c, repeats, seed, context, memory);
       break;
   }
-  m.bound = Bound(c.kernel);
+  m.bound = c.kernel == Kernel::kMerge
+                ? Bound(c.kernel)
+                : Bound(c.kernel, ArithmeticOf(*context.isa, QueryType(c), c.dtype));
   return m;
 }
 

@@ -6,6 +6,7 @@
 #include <random>
 #include <tuple>
 
+#include "cli/check.h"
 #include "cli/deal.h"
 #include "cli/limits.h"
 #include "cli/ranks.h"
@@ -17,8 +18,6 @@
 namespace treeline::cli {
 namespace {
 
-constexpr double kBound = 1e-5;
-constexpr double kGradientBound = 1e-4;
 // Steps that are timed together where one is shorter than the clock is good for.
 constexpr int kMergeSteps = 200;
 
@@ -185,7 +184,7 @@ RankMeasurement MeasureDecode(const RankCase& c, const RankTiming& timing) {
   const Context everything{.pool = &all_threads};
   RankMeasurement m;
   m.work = static_cast<double>(problem.kv_bytes());
-  m.bound = kBound;
+  m.bound = Bound(Kernel::kDecode);
   Counted counted(c.ranks);
   RunOverRanks({c.ranks, timing.timeout, c.threads}, [&](Communicator& comm) {
     ThreadPool pool(c.threads);
@@ -232,7 +231,7 @@ RankMeasurement MeasureMerge(const RankCase& c, const RankTiming& timing) {
   const auto rows = Index(std::int64_t{c.batch} * c.heads);
   const auto dim = Index(c.head_dim);
   RankMeasurement m;
-  m.bound = kBound;
+  m.bound = Bound(Kernel::kMerge);
   m.schedule = c.schedule;
   m.work = static_cast<double>(rows * (dim + 1) * sizeof(float));
   Counted counted(c.ranks);
@@ -287,7 +286,7 @@ RankMeasurement MeasureMerge(const RankCase& c, const RankTiming& timing) {
 // MPI's own all-reduce of as many floats.
 RankMeasurement MeasureMpiSum(const RankCase& c, const RankTiming& timing) {
   RankMeasurement m;
-  m.bound = kBound;
+  m.bound = Bound(Kernel::kMerge);
   RunOverRanks({c.ranks, timing.timeout, c.threads}, [&](Communicator& comm) {
     const std::vector<float> ones(Index(std::int64_t{c.batch} * c.heads) * Index(c.head_dim + 1),
                                   1.0f);
@@ -350,7 +349,8 @@ RankMeasurement MeasureRing(const RankCase& c, const RankTiming& timing) {
   const Context everything{.pool = &all_threads};
   RankMeasurement m;
   m.schedule = c.schedule;
-  m.bound = train ? kGradientBound : kBound;
+  m.bound = Bound(train ? Kernel::kBackward : Kernel::kForward,
+                  ArithmeticOf(DefaultIsa(), problem.shape().q_dtype, c.dtype));
   m.work = 2.0 * static_cast<double>(problem.pairs()) * (spec.head_dim + spec.v_head_dim);
   if (train) {
     m.work +=

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "cli/check.h"
 #include "cli/deal.h"
 #include "cli/ranks.h"
 #include "core/check.h"
@@ -127,6 +128,11 @@ struct RankProblem::Impl {
 
   // Runs body(rank's communicator, resources) on every rank and fills in what it counted, and the
   // parts of `results` that ranks have filled in.
+  double BoundOf(Kernel kernel, Isa isa) const {
+    const ProblemShape& shape = problem.shape();
+    return Bound(kernel, ArithmeticOf(isa, shape.q_dtype, shape.kv_dtype));
+  }
+
   template <class Body>
   RankReport Run(const RankSetup& setup, std::span<const std::span<float>> results, float unwritten,
                  const Body& body) {
@@ -154,8 +160,10 @@ struct RankProblem::Impl {
     return report;
   }
 
-  void Compare(const Rows& rows, std::size_t task, RankReport& report) {
+  void Compare(const Rows& rows, std::size_t task, Isa isa, RankReport& report) {
     const reference::Result& want = Expected()[task];
+    report.bound =
+        std::max(report.bound, BoundOf(KernelOf(problem.spec(), problem.tasks()[task]), isa));
     const double error =
         std::max(reference::MaxError(rows.out, want.out), reference::MaxError(rows.lse, want.lse));
     report.max_error =
@@ -196,7 +204,7 @@ struct RankProblem::Impl {
         });
     for (std::size_t i = 0; i < tasks.size(); ++i) {
       const Rows& rows = results[0][i];
-      Compare(rows, i, report);
+      Compare(rows, i, setup.isa, report);
       report.AddBits(rows.out).AddBits(rows.lse);
     }
     for (const std::vector<Rows>& of_rank : results) {
@@ -255,7 +263,7 @@ struct RankProblem::Impl {
           }
         });
     for (std::size_t i = 0; i < tasks.size(); ++i) {
-      Compare(results[i], i, report);
+      Compare(results[i], i, setup.isa, report);
       report.AddBits(results[i].out).AddBits(results[i].lse);
     }
     return report;
@@ -361,6 +369,7 @@ struct RankProblem::Impl {
       report.same_bits = report.same_bits && SameBits(of_rank, d_sinks[0]);
     }
     report.max_error /= growth;
+    report.bound = BoundOf(Kernel::kBackward, setup.isa);
     return report;
   }
 

@@ -13,6 +13,7 @@ namespace treeline::cli {
 // What a run over ranks did.
 struct RankReport {
   double max_error = 0.0;               // against the oracle, divided by the growth of the bound
+  double bound = 0.0;                   // of max_error
   bool same_bits = true;                // a replicated result is bitwise the same on all ranks
   std::vector<float> bits;              // all results of all sequences
   std::vector<CommCounters> counters;   // [rank]

@@ -3,6 +3,7 @@
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <tuple>
 
 #include "cli/check.h"
 #include "cli/command.h"
@@ -38,7 +39,7 @@ void RunVerify(const VerifyOptions& options) {
   std::vector<Isa> isas = AttainableIsas();
   if (std::getenv("TREELINE_ISA") != nullptr) isas = {DefaultIsa()};
   ThreadPool pool(options.threads);
-  std::map<std::pair<Isa, std::size_t>, Worst> worst;
+  std::map<std::tuple<Isa, std::size_t, Arithmetic>, Worst> worst;
   {
     Progress progress("verify", options.cases);
     for (std::uint64_t i = 0; i < options.cases; ++i) {
@@ -48,7 +49,8 @@ void RunVerify(const VerifyOptions& options) {
         const Errors errors = checker.Run({.pool = &pool, .isa = isa});
         for (std::size_t k = 0; k < kKernels; ++k) {
           if (errors[k] < 0.0) continue;
-          Worst& w = worst[{isa, k}];
+          Worst& w =
+              worst[{isa, k, ArithmeticOf(isa, random.shape.q_dtype, random.shape.kv_dtype)}];
           ++w.cases;
           if (errors[k] > w.error) {
             w.error = errors[k];
@@ -62,25 +64,29 @@ void RunVerify(const VerifyOptions& options) {
 
   const bool print = options.json != "-" && IsFirst();
   if (print)
-    std::printf("%-8s %-9s %7s  %-11s %-9s\n", "isa", "kernel", "cases", "max error", "bound");
+    std::printf("%-11s %-9s %-4s %7s  %-11s %-9s\n", "isa", "kernel", "in", "cases", "max error",
+                "bound");
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
   const Worst* failed = nullptr;
   std::string failed_name;
   for (const auto& [key, w] : worst) {
-    const auto kernel = static_cast<Kernel>(key.second);
-    const std::string isa(Name(key.first));
+    const auto [with, index, arithmetic] = key;
+    const auto kernel = static_cast<Kernel>(index);
+    const std::string isa(Name(with));
     const std::string name(Name(kernel));
-    const bool ok = w.error <= Bound(kernel);
+    const char* in = arithmetic == Arithmetic::kBf16 ? "bf16" : "f32";
+    const double bound = Bound(kernel, arithmetic);
+    const bool ok = w.error <= bound;
     if (print) {
-      std::printf("%-8s %-9s %7llu  %-11.2e %-9.0e %s\n", isa.c_str(), name.c_str(),
-                  static_cast<unsigned long long>(w.cases), w.error, Bound(kernel),
-                  ok ? "ok" : "FAILED");
+      std::printf("%-11s %-9s %-4s %7llu  %-11.2e %-9.0e %s\n", isa.c_str(), name.c_str(), in,
+                  static_cast<unsigned long long>(w.cases), w.error, bound, ok ? "ok" : "FAILED");
     }
     rows.push_back({{"isa", isa},
                     {"case", name},
+                    {"arithmetic", in},
                     {"cases", w.cases},
                     {"max_error", w.error},
-                    {"bound", Bound(kernel)},
+                    {"bound", bound},
                     {"verified", ok}});
     if (!ok && failed == nullptr) {
       failed = &w;

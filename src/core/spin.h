@@ -1,15 +1,11 @@
 #pragma once
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
 namespace treeline {
 
 // Tells the core that this is a spin loop.
 inline void CpuRelax() {
 #if defined(__x86_64__)
-  _mm_pause();
+  __builtin_ia32_pause();
 #elif defined(__aarch64__)
   asm volatile("yield" ::: "memory");
 #endif

@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "isa_name.h"
 #include "treeline/errors.h"
 #include "treeline/isa.h"
 #include "treeline/partial.h"
@@ -397,8 +398,7 @@ TEST_P(MergeTest, ThreadsGiveTheSameBits) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(AllIsas, MergeTest, ::testing::ValuesIn(AttainableIsas()),
-                         [](const auto& instance) { return std::string(Name(instance.param)); });
+INSTANTIATE_TEST_SUITE_P(AllIsas, MergeTest, ::testing::ValuesIn(AttainableIsas()), IsaName);
 
 // Shapes are checked before anything is written.
 class MergeShapeTest : public ::testing::Test {

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "backend/cpu/rowwise.h"
+#include "isa_name.h"
 #include "kernels/cpu/kernel_table.h"
 #include "random_values.h"
 #include "treeline/isa.h"
@@ -28,8 +29,7 @@ void ReadDense(const void* matrix, std::int64_t row, std::int64_t begin, std::in
 }
 
 class MultiplyTest : public testing::TestWithParam<Isa> {};
-INSTANTIATE_TEST_SUITE_P(Isas, MultiplyTest, testing::ValuesIn(AttainableIsas()),
-                         [](const auto& isa) { return std::string(Name(isa.param)); });
+INSTANTIATE_TEST_SUITE_P(Isas, MultiplyTest, testing::ValuesIn(AttainableIsas()), IsaName);
 
 TEST_P(MultiplyTest, MatchesFloat64AndTouchesNothingElse) {
   ThreadPool pool(2);

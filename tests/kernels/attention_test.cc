@@ -2,11 +2,14 @@
 
 #include <gtest/gtest.h>
 
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
 
 #include "cli/check.h"
+#include "isa_name.h"
+#include "kernels/cpu/kernel_table.h"
 #include "sanitized.h"
 #include "treeline/memory.h"
 #include "treeline/reference.h"
@@ -35,16 +38,20 @@ class AttentionTest : public testing::TestWithParam<Isa> {
                    int ranks = 3, ThreadPool* pool = nullptr) const {
     cli::Checker checker(shape, layout, ranks);
     const Errors errors = checker.Run(context(pool));
+    const auto arithmetic = cli::ArithmeticOf(GetParam(), shape.q_dtype, shape.kv_dtype);
     for (std::size_t k = 0; k < cli::kKernels; ++k) {
       const auto kernel = static_cast<Kernel>(k);
-      EXPECT_LE(errors[k], cli::Bound(kernel))
+      EXPECT_LE(errors[k], cli::Bound(kernel, arithmetic))
           << Name(kernel) << ", " << Name(layout) << " over " << ranks << ": " << shape.Describe();
     }
   }
+
+  // With a number that is not finite in a key, or in a value, at slot `bad_slot`.
+  void ExpectReach(DType dtype, std::int64_t queries, std::int64_t keys, std::int64_t bad_slot,
+                   float bad, bool in_key) const;
 };
 
-INSTANTIATE_TEST_SUITE_P(Isas, AttentionTest, testing::ValuesIn(AttainableIsas()),
-                         [](const auto& isa) { return std::string(Name(isa.param)); });
+INSTANTIATE_TEST_SUITE_P(Isas, AttentionTest, testing::ValuesIn(cpu::TestedIsas()), IsaName);
 
 // Queries at the end of `keys` keys.
 ProblemShape Sequence(const AttentionSpec& spec, std::int64_t queries, std::int64_t keys) {
@@ -53,6 +60,11 @@ ProblemShape Sequence(const AttentionSpec& spec, std::int64_t queries, std::int6
   shape.seed = static_cast<std::uint64_t>(queries * 1000 + keys);
   shape.sequences = {{Positions::Contiguous(std::max<std::int64_t>(keys - queries, 0), queries),
                       Positions::Contiguous(0, keys)}};
+  return shape;
+}
+
+ProblemShape InBf16(ProblemShape shape) {
+  shape.q_dtype = shape.kv_dtype = DType::kBF16;
   return shape;
 }
 
@@ -174,72 +186,127 @@ TEST_P(AttentionTest, RowsWithoutKeysAreEmpty) {
   }
 }
 
+// Whatever computes in bf16, in blocks and tiles of its own: their edges, and every option.
+TEST_P(AttentionTest, QueriesAndKeysInBf16) {
+  ThreadPool pool(2);
+  const auto check = [&](const AttentionSpec& spec, std::int64_t queries, std::int64_t keys,
+                         Storage storage) {
+    ProblemShape shape = InBf16(Sequence(spec, queries, keys));
+    shape.storage = storage;
+    shape.page_slots = 24;
+    ExpectExact(shape, LayoutKind::kStriped, 3, &pool);
+  };
+  for (std::int64_t keys : {1, 31, 32, 33, 255, 256, 257, 300}) {
+    check(Causal(1, 1, 32), keys, keys, Storage::kDense);
+  }
+  for (std::int64_t queries : {17, 127, 128, 129, 384, 385}) {
+    check(Causal(2, 1, 16), queries, 70, Storage::kPadded);
+  }
+  for (int dim : {8, 24, 40, 64, 72, 256, 576}) {
+    AttentionSpec spec = Causal(2, 1, dim);
+    check(spec, 40, 90, Storage::kPaged);
+    spec.v_head_dim = 48;
+    check(spec, 200, 50, Storage::kPadded);
+  }
+  AttentionSpec spec = Causal(4, 2, 40);
+  spec.window = 37;
+  check(spec, 150, 300, Storage::kPaged);
+  spec.softcap = 3.0f;
+  check(spec, 150, 300, Storage::kDense);
+  spec.alibi_slopes = {0.5f, 0.25f, 0.125f, 0.0625f};
+  spec.sinks = {0.5f, -1.0f, 2.0f, 0.0f};
+  check(spec, 150, 300, Storage::kPaged);
+  spec.scale = -spec.scale;  // the largest product is the smallest score
+  spec.softcap = 0.0f;
+  check(spec, 150, 300, Storage::kDense);
+}
+
+void WriteElement(DType dtype, std::byte* row, int i, float x) {
+  if (dtype == DType::kF32) {
+    reinterpret_cast<float*>(row)[i] = x;
+  } else {
+    reinterpret_cast<std::uint16_t*>(row)[i] =
+        static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(x) >> 16);
+  }
+}
+
+void AttentionTest::ExpectReach(DType dtype, std::int64_t queries, std::int64_t keys,
+                                std::int64_t bad_slot, float bad, bool in_key) const {
+  SCOPED_TRACE(testing::Message() << Name(dtype) << ", " << queries << " queries, " << bad
+                                  << (in_key ? " in a key" : " in a value"));
+  AttentionSpec spec = Causal(2, 1, 16);
+  spec.window = 40;
+  ProblemShape shape = Sequence(spec, 0, 0);
+  shape.q_dtype = shape.kv_dtype = dtype;
+  // Some rows before the bad key, some with it in their window, some beyond.
+  shape.sequences = {
+      {Positions::Contiguous(bad_slot - queries / 3, queries), Positions::Contiguous(0, keys)}};
+  Problem problem(shape);
+  const AttendTask& task = problem.tasks()[0];
+  const std::byte* row = in_key ? task.kv.KeyRow(bad_slot, 0) : task.kv.ValueRow(bad_slot, 0);
+  WriteElement(dtype, const_cast<std::byte*>(row), 5, bad);
+  Attend(spec, problem.tasks(), context());
+  const reference::Result expected = reference::Attend(spec, task);
+  const std::vector<BackwardTask>& backward = problem.MakeBackward();
+  AttendBackward(spec, backward, context());
+  for (std::int64_t t = 0; t < queries; ++t) {
+    const SlotRange seen = Visible(spec, task.q_positions[t], task.kv_positions);
+    const bool sees = seen.begin <= bad_slot && bad_slot < seen.end;
+    for (int h = 0; h < spec.heads; ++h) {
+      const auto r = static_cast<std::size_t>(t * spec.heads + h);
+      const auto out = task.result.out.subspan(r * 16, 16);
+      const bool finite =
+          std::all_of(out.begin(), out.end(), [](float x) { return std::isfinite(x); });
+      if (!sees) {
+        EXPECT_TRUE(finite) << "row " << t << " does not see the key";
+        EXPECT_LT(task.result.lse[r], kInf);  // no NaN; -inf where it sees no key at all
+        const float* dq = backward[0].dq.Row(t, h);
+        EXPECT_TRUE(std::all_of(dq, dq + 16, [](float x) { return std::isfinite(x); }));
+      } else if (!std::isfinite(expected.out[r * 16 + 5])) {
+        EXPECT_FALSE(std::isfinite(out[5])) << "row " << t << " sees the key";
+      }
+    }
+  }
+  // Keys that no row shares with the bad one keep finite gradients.
+  const float* dk = backward[0].dk.Row(bad_slot - queries / 3 - 40 >= 0 ? 0 : keys - 1, 0);
+  if (task.q_positions[queries - 1] < bad_slot) {
+    EXPECT_TRUE(std::all_of(dk, dk + 16, [](float x) { return std::isfinite(x); }));
+  }
+}
+
 // A key or value that is not finite reaches exactly the rows that see it.
 TEST_P(AttentionTest, NonFiniteValuesReachOnlyRowsThatSeeThem) {
   constexpr std::int64_t kKeys = 150;
   constexpr std::int64_t kBad = 101;
-  for (std::int64_t queries : {3, 60, 150}) {
-    for (float bad : {kNaN, kInf, -kInf}) {
-      for (bool in_key : {false, true}) {
-        AttentionSpec spec = Causal(2, 1, 16);
-        spec.window = 40;
-        ProblemShape shape = Sequence(spec, 0, 0);
-        // Some rows before the bad key, some with it in their window, some beyond.
-        shape.sequences = {
-            {Positions::Contiguous(kBad - queries / 3, queries), Positions::Contiguous(0, kKeys)}};
-        Problem problem(shape);
-        const AttendTask& task = problem.tasks()[0];
-        const std::byte* row = in_key ? task.kv.KeyRow(kBad, 0) : task.kv.ValueRow(kBad, 0);
-        const_cast<float*>(reinterpret_cast<const float*>(row))[5] = bad;
-        Attend(spec, problem.tasks(), context());
-        const reference::Result expected = reference::Attend(spec, task);
-        const std::vector<BackwardTask>& backward = problem.MakeBackward();
-        AttendBackward(spec, backward, context());
-        for (std::int64_t t = 0; t < queries; ++t) {
-          const SlotRange seen = Visible(spec, task.q_positions[t], task.kv_positions);
-          const bool sees = seen.begin <= kBad && kBad < seen.end;
-          for (int h = 0; h < spec.heads; ++h) {
-            const auto r = static_cast<std::size_t>(t * spec.heads + h);
-            const auto out = task.result.out.subspan(r * 16, 16);
-            const bool finite =
-                std::all_of(out.begin(), out.end(), [](float x) { return std::isfinite(x); });
-            if (!sees) {
-              EXPECT_TRUE(finite) << "row " << t << " does not see the key";
-              EXPECT_LT(task.result.lse[r], kInf);  // no NaN; -inf where it sees no key at all
-              const float* dq = backward[0].dq.Row(t, h);
-              EXPECT_TRUE(std::all_of(dq, dq + 16, [](float x) { return std::isfinite(x); }));
-            } else if (!std::isfinite(expected.out[r * 16 + 5])) {
-              EXPECT_FALSE(std::isfinite(out[5])) << "row " << t << " sees the key";
-            }
-          }
-        }
-        // Keys that no row shares with the bad one keep finite gradients.
-        const float* dk = backward[0].dk.Row(kBad - queries / 3 - 40 >= 0 ? 0 : kKeys - 1, 0);
-        if (task.q_positions[queries - 1] < kBad) {
-          EXPECT_TRUE(std::all_of(dk, dk + 16, [](float x) { return std::isfinite(x); }));
+  for (DType dtype : {DType::kF32, DType::kBF16}) {
+    for (std::int64_t queries : {3, 60, 150}) {
+      for (float bad : {kNaN, kInf, -kInf}) {
+        for (bool in_key : {false, true}) {
+          ExpectReach(dtype, queries, kKeys, kBad, bad, in_key);
         }
       }
     }
   }
 }
-
 // Threads change who computes what, not what is computed: gradients come out bit for bit.
 TEST_P(AttentionTest, GradientsDoNotDependOnThreads) {
-  ProblemShape shape = Sequence(Causal(4, 1, 32), 300, 400);
-  Problem problem(shape);
-  Attend(problem.spec(), problem.tasks(), context());
-  std::vector<std::vector<float>> runs;
-  for (int threads : {1, 2, 3, 8}) {
-    ThreadPool pool(threads, std::chrono::microseconds(0));
-    const BackwardTask& task = problem.MakeBackward()[0];
-    AttendBackward(problem.spec(), {&task, 1}, context(&pool));
-    std::vector<float>& all = runs.emplace_back();
-    for (const GradView* view : {&task.dq, &task.dk, &task.dv}) {
-      all.insert(all.end(), view->data, view->data + view->tokens * view->heads * view->dim);
+  const ProblemShape in_f32 = Sequence(Causal(4, 1, 32), 300, 400);
+  for (const ProblemShape& shape : {in_f32, InBf16(in_f32)}) {
+    Problem problem(shape);
+    Attend(problem.spec(), problem.tasks(), context());
+    std::vector<std::vector<float>> runs;
+    for (int threads : {1, 2, 3, 8}) {
+      ThreadPool pool(threads, std::chrono::microseconds(0));
+      const BackwardTask& task = problem.MakeBackward()[0];
+      AttendBackward(problem.spec(), {&task, 1}, context(&pool));
+      std::vector<float>& all = runs.emplace_back();
+      for (const GradView* view : {&task.dq, &task.dk, &task.dv}) {
+        all.insert(all.end(), view->data, view->data + view->tokens * view->heads * view->dim);
+      }
     }
-  }
-  for (const std::vector<float>& run : runs) {
-    EXPECT_EQ(std::memcmp(run.data(), runs[0].data(), run.size() * sizeof(float)), 0);
+    for (const std::vector<float>& run : runs) {
+      EXPECT_EQ(std::memcmp(run.data(), runs[0].data(), run.size() * sizeof(float)), 0);
+    }
   }
 }
 
@@ -256,8 +323,7 @@ TEST_P(AttentionTest, WorkingMemoryIsBounded) {
                         Case{1, 1, 256, 256, 200, 100}}) {
     AttentionSpec spec = Causal(c.heads, c.kv_heads, c.head_dim);
     spec.v_head_dim = c.v_head_dim;
-    ProblemShape shape = Sequence(spec, c.queries, c.keys);
-    shape.kv_dtype = DType::kBF16;
+    const ProblemShape shape = InBf16(Sequence(spec, c.queries, c.keys));
     Problem problem(shape);
     for (int threads : {1, 3}) {
       ThreadPool pool(threads, std::chrono::microseconds(0));

@@ -8,6 +8,7 @@
 #include <array>
 #include <cmath>
 
+#include "isa_name.h"
 #include "random_values.h"
 #include "treeline/isa.h"
 #include "treeline/thread_pool.h"
@@ -44,8 +45,7 @@ constexpr ggml_type kTypes[] = {GGML_TYPE_F32,  GGML_TYPE_F16,  GGML_TYPE_BF16, 
                                 GGML_TYPE_Q4_K, GGML_TYPE_Q5_K, GGML_TYPE_Q6_K, GGML_TYPE_IQ4_XS};
 
 class LinearTest : public testing::TestWithParam<Isa> {};
-INSTANTIATE_TEST_SUITE_P(Isas, LinearTest, testing::ValuesIn(AttainableIsas()),
-                         [](const auto& isa) { return std::string(Name(isa.param)); });
+INSTANTIATE_TEST_SUITE_P(Isas, LinearTest, testing::ValuesIn(AttainableIsas()), IsaName);
 
 TEST_P(LinearTest, MatchesFloat64) {
   ThreadPool pool(2);

@@ -6,6 +6,7 @@
 #include <memory>
 #include <random>
 
+#include "cli/check.h"
 #include "cli/deal.h"
 #include "cli/rank_check.h"
 #include "sanitized.h"
@@ -13,8 +14,6 @@
 namespace treeline::cli {
 namespace {
 
-constexpr double kBound = 1e-5;
-constexpr double kGradientBound = 1e-4;
 constexpr LayoutKind kLayouts[] = {LayoutKind::kContiguous, LayoutKind::kStriped,
                                    LayoutKind::kZigzag};
 
@@ -102,7 +101,7 @@ TEST_P(RanksTest, DecodeIsExactForEveryScheduleLayoutAndOption) {
                                           << Name(layout) << ", " << Name(schedule));
           const RankReport report =
               problem.Decode(SetupOf(layout, GetParam()), {.schedule = schedule, .node_size = 3});
-          EXPECT_LE(report.max_error, kBound);
+          EXPECT_LE(report.max_error, report.bound);
           EXPECT_TRUE(report.same_bits);
         }
       }
@@ -121,7 +120,7 @@ TEST_P(RanksTest, DecodeOfPagedKeysGivesTheSameBitsOnAllRanks) {
       RankSetup setup = SetupOf(LayoutKind::kContiguous, GetParam());
       setup.page_slots = 16;
       const RankReport report = problem.Decode(setup, {.schedule = schedule, .node_size = 3});
-      EXPECT_LE(report.max_error, kBound);
+      EXPECT_LE(report.max_error, report.bound);
       EXPECT_TRUE(report.same_bits);
     }
   }
@@ -137,7 +136,8 @@ TEST_P(RanksTest, PrefillIsExactForEveryScheduleLayoutAndOption) {
         for (const Schedule schedule : {Schedule::kRingKv, Schedule::kRingQ}) {
           SCOPED_TRACE(testing::Message() << tokens << " tokens, " << option.name << ", "
                                           << Name(layout) << ", " << Name(schedule));
-          EXPECT_LE(problem.Prefill(SetupOf(layout, GetParam()), schedule).max_error, kBound);
+          const RankReport report = problem.Prefill(SetupOf(layout, GetParam()), schedule);
+          EXPECT_LE(report.max_error, report.bound);
         }
       }
     }
@@ -154,7 +154,7 @@ TEST_P(RanksTest, GradientsAreExactForEveryLayoutAndOption) {
         SCOPED_TRACE(testing::Message()
                      << tokens << " tokens, " << option.name << ", " << Name(layout));
         const RankReport report = problem.Backward(SetupOf(layout, GetParam()));
-        EXPECT_LE(report.max_error, kGradientBound);
+        EXPECT_LE(report.max_error, report.bound);
         EXPECT_TRUE(report.same_bits);
       }
     }
@@ -169,7 +169,7 @@ TEST(HostsTest, TwoLevelFollowsThem) {
     RankSetup setup = SetupOf(LayoutKind::kStriped, static_cast<int>(hosts.size()));
     setup.ranks.hosts = hosts;
     const RankReport report = problem.Decode(setup, {.schedule = Schedule::kTwoLevel});
-    EXPECT_LE(report.max_error, kBound);
+    EXPECT_LE(report.max_error, report.bound);
     EXPECT_TRUE(report.same_bits);
     // A rank that does not lead its host sends one message, to the one that does.
     std::vector<bool> seen(hosts.size());
@@ -219,7 +219,8 @@ TEST(MixedTypesTest, SequencesOfAllTypesGoRoundTogether) {
     Decode(comm, backend, spec, tasks, {.schedule = Schedule::kRingKv});
     for (std::size_t i = 0; i < problems.size(); ++i) {
       const reference::Result want = reference::Attend(spec, problems[i]->tasks()[0]);
-      EXPECT_LE(reference::MaxError(out[i], want.out), kBound) << problems[i]->shape().Describe();
+      EXPECT_LE(reference::MaxError(out[i], want.out), Bound(Kernel::kDecode))
+          << problems[i]->shape().Describe();
     }
   });
 }

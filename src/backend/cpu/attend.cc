@@ -31,6 +31,7 @@ struct Plan {
   std::int64_t head_parts = 1;   // of the key heads
   std::size_t parts_offset = 0;  // of the splits' partials, in floats; splits > 1 only
   // forward
+  std::int64_t block_rows = 0;
   std::int64_t row_blocks = 0;
 };
 
@@ -81,7 +82,8 @@ class Attention {
         plans_[i].slots = VisibleToAny(spec_, tasks_[i]);
         total_slots += plans_[i].slots.size();
       } else {
-        plans_[i].row_blocks = (rows + kForwardRows - 1) / kForwardRows;
+        plans_[i].block_rows = table_.forward_rows(spec_, tasks_[i]);
+        plans_[i].row_blocks = (rows + plans_[i].block_rows - 1) / plans_[i].block_rows;
       }
     }
     for (std::size_t i = 0; i < tasks_.size(); ++i) {
@@ -147,12 +149,12 @@ class Attention {
   void RunForward(const AttendTask& task, const Plan& plan, std::int64_t item,
                   std::byte* workspace) const {
     const std::int64_t rows = Rows(task);
-    const std::int64_t begin = (plan.row_blocks - 1 - item % plan.row_blocks) * kForwardRows;
+    const std::int64_t begin = (plan.row_blocks - 1 - item % plan.row_blocks) * plan.block_rows;
     table_.forward({.spec = &spec_,
                     .task = &task,
                     .kv_head = static_cast<int>(item / plan.row_blocks),
                     .row_begin = begin,
-                    .rows = static_cast<int>(std::min<std::int64_t>(kForwardRows, rows - begin)),
+                    .rows = static_cast<int>(std::min(plan.block_rows, rows - begin)),
                     .workspace = workspace});
   }
 

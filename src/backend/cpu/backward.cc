@@ -20,19 +20,22 @@ void AttendBackward(const AttentionSpec& spec, std::span<const BackwardTask> tas
               spec.v_head_dim <= AttentionSpec::kMaxBackwardHeadDim,
           "head_dim is ", spec.head_dim, " and v_head_dim ", spec.v_head_dim,
           "; gradients need at most ", AttentionSpec::kMaxBackwardHeadDim);
+  const cpu::KernelTable& table = cpu::TableFor(context);
+  const auto blocks_of = [&](const BackwardTask& task) {
+    const std::int64_t keys = table.backward_keys(task);
+    return (task.kv.slots + keys - 1) / keys;
+  };
   // Items of task i are [first[i], first[i + 1]): key heads, and within each its blocks in order.
   std::vector<std::int64_t> first{0};
   for (std::size_t i = 0; i < tasks.size(); ++i) {
     cpu::ValidateTask(spec, tasks[i], i);
-    const std::int64_t blocks = (tasks[i].kv.slots + cpu::kBackwardKeys - 1) / cpu::kBackwardKeys;
-    const std::int64_t items = tasks[i].q.tokens == 0 ? 0 : blocks * spec.kv_heads;
+    const std::int64_t items = tasks[i].q.tokens == 0 ? 0 : blocks_of(tasks[i]) * spec.kv_heads;
     first.push_back(first.back() + items);
   }
   const std::int64_t items = first.back();
-  Require(items < std::numeric_limits<std::uint32_t>::max(), "the batch has ", items, " blocks of ",
-          cpu::kBackwardKeys, " keys; it must have fewer than 2^32");
+  Require(items < std::numeric_limits<std::uint32_t>::max(), "the batch has ", items,
+          " blocks of keys; it must have fewer than 2^32");
 
-  const cpu::KernelTable& table = cpu::TableFor(context);
   const int threads = cpu::Threads(context);
   cpu::Turns turns(threads);
   const std::size_t bytes = (table.backward_workspace(spec) + 63) / 64 * 64;
@@ -42,15 +45,15 @@ void AttendBackward(const AttentionSpec& spec, std::span<const BackwardTask> tas
     const auto after = std::upper_bound(first.begin(), first.end(), item);
     const auto index = static_cast<std::size_t>(after - first.begin()) - 1;
     const BackwardTask& task = tasks[index];
-    const std::int64_t blocks = (task.kv.slots + cpu::kBackwardKeys - 1) / cpu::kBackwardKeys;
+    const std::int64_t blocks = blocks_of(task);
+    const std::int64_t keys = table.backward_keys(task);
     const std::int64_t local = item - first[index];
-    const std::int64_t begin = local % blocks * cpu::kBackwardKeys;
+    const std::int64_t begin = local % blocks * keys;
     table.backward({.spec = &spec,
                     .task = &task,
                     .kv_head = static_cast<int>(local / blocks),
                     .key_begin = begin,
-                    .keys = static_cast<int>(
-                        std::min<std::int64_t>(cpu::kBackwardKeys, task.kv.slots - begin)),
+                    .keys = static_cast<int>(std::min(keys, task.kv.slots - begin)),
                     .turns = &turns,
                     .item = static_cast<std::uint32_t>(item),
                     .first = begin == 0,

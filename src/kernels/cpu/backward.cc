@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "kernels/cpu/backward_rows.h"
 #include "kernels/cpu/kernels-inl.h"
 #include "kernels/cpu/simd-inl.h"
 #include "kernels/cpu/turns.h"
@@ -42,8 +43,8 @@ int RowStride(int dim) {
 }
 
 struct Workspace {
-  Workspace(const AttentionSpec& spec, std::byte* base) {
-    Arena arena(base);
+  Workspace(const AttentionSpec& spec, std::byte* base) : Workspace(spec, Arena(base)) {}
+  Workspace(const AttentionSpec& spec, Arena arena) : rows(arena, kRows) {
     qk_dim = RoundUp(spec.head_dim, kLanes);
     v_dim = RoundUp(spec.v_head_dim, kLanes);
     qk_row = RowStride(qk_dim);
@@ -60,16 +61,11 @@ struct Workspace {
     dq = arena.Take<float>(std::size_t{kRows + kTileRows} * qk_row);
     p = arena.Take<float>(std::size_t{kBackwardKeys} * kRows);
     ds = arena.Take<float>(std::size_t{kBackwardKeys} * kRows + kTileRows);
-    lse = arena.Take<float>(kRows);
-    delta = arena.Take<float>(kRows);
-    slope = arena.Take<float>(kRows);
-    offset = arena.Take<float>(kRows);
-    begin = arena.Take<std::int32_t>(kRows);
-    end = arena.Take<std::int32_t>(kRows);
     key_position = arena.Take<std::int64_t>(kBackwardKeys);
     bytes = arena.used();
   }
 
+  BackwardRows rows;
   int qk_dim;  // padded to vectors
   int v_dim;
   int qk_row;  // from row to row
@@ -78,19 +74,13 @@ struct Workspace {
   float* v;  // [key, v_row]
   float* dk;
   float* dv;
-  float* q;             // [row, qk_row]
-  float* q_t;           // [panel, head_dim, kPanel], scaled
-  float* d_out;         // [row, v_row]
-  float* d_out_t;       // [panel, v_head_dim, kPanel]
-  float* dq;            // [row, qk_row]
-  float* p;             // [key, kRows]: scores, then weights
-  float* ds;            // [key, kRows]: gradients of weights, then of scores
-  float* lse;           // [row], log2 domain
-  float* delta;         // [row], d_out . out
-  float* slope;         // [row], ALiBi, log2 domain
-  float* offset;        // [row], position relative to the first key's
-  std::int32_t* begin;  // [row], visible keys of the block
-  std::int32_t* end;
+  float* q;                    // [row, qk_row]
+  float* q_t;                  // [panel, head_dim, kPanel], scaled
+  float* d_out;                // [row, v_row]
+  float* d_out_t;              // [panel, v_head_dim, kPanel]
+  float* dq;                   // [row, qk_row]
+  float* p;                    // [key, kRows]: scores, then weights
+  float* ds;                   // [key, kRows]: gradients of weights, then of scores
   std::int64_t* key_position;  // [key]
   std::size_t bytes;
 };
@@ -185,30 +175,13 @@ class Block {
 
   // Which of the rows' visible keys are in this block. False if none.
   bool FindVisible(std::int64_t first, int count) {
-    const int group = spec_.group();
-    first_panel_ = kRows / kPanel;
-    last_panel_ = 0;
-    full_ = true;
-    for (int i = 0; i < count; ++i) {
-      const std::int64_t token = (first + i) / group;
-      const std::int64_t position = task_.q_positions[token];
-      const SlotRange range = Visible(spec_, position, task_.kv_positions);
-      w_.begin[i] = static_cast<std::int32_t>(
-          std::clamp<std::int64_t>(range.begin - args_.key_begin, 0, keys_));
-      w_.end[i] = static_cast<std::int32_t>(
-          std::clamp<std::int64_t>(range.end - args_.key_begin, 0, keys_));
-      w_.offset[i] = static_cast<float>(position - w_.key_position[0]);
-      if (w_.begin[i] < w_.end[i]) {
-        first_panel_ = std::min(first_panel_, i / kPanel);
-        last_panel_ = std::max(last_panel_, i / kPanel + 1);
-      }
-      full_ = full_ && w_.begin[i] == 0 && w_.end[i] == keys_;
+    if (!w_.rows.Find(spec_, task_, first, count, args_.key_begin, keys_, w_.key_position[0])) {
+      return false;
     }
-    for (int i = count; i < kRows; ++i) {
-      w_.begin[i] = w_.end[i] = 0;
-      w_.offset[i] = 0.0f;
-    }
-    return first_panel_ < last_panel_;
+    first_panel_ = w_.rows.first_row / kPanel;
+    last_panel_ = (w_.rows.last_row + kPanel - 1) / kPanel;
+    full_ = w_.rows.AllSee(0, keys_);
+    return true;
   }
 
   void LoadRows(std::int64_t first, int count) {
@@ -221,10 +194,7 @@ class Block {
       float* d_out = w_.d_out + i * w_.v_row;
       std::memset(q, 0, sizeof(float) * w_.qk_row);
       std::memset(d_out, 0, sizeof(float) * w_.v_row);
-      // A row beyond the last has weight 0 everywhere.
-      w_.lse[i] = std::numeric_limits<float>::max();
-      w_.delta[i] = 0.0f;
-      w_.slope[i] = 0.0f;
+      w_.rows.Clear(i);
       if (i < count) {
         FetchRow(first + std::min(i + kAhead, count - 1));
         const std::int64_t token = (first + i) / group;
@@ -232,14 +202,8 @@ class Block {
         WidenRow(task_.q.dtype, task_.q.Row(token, head), spec_.head_dim, q);
         WidenRow(DType::kF32, task_.d_out.Row(token, head), spec_.v_head_dim, d_out);
         const auto* out = reinterpret_cast<const float*>(task_.out.Row(token, head));
-        const float delta = Dot(d_out, out, spec_.v_head_dim);
-        const float lse = task_.lse[static_cast<std::size_t>(token * spec_.heads + head)];
-        w_.delta[i] = delta;
-        if (lse != kMinusInfinity) w_.lse[i] = lse * kLog2E;
-        if (map_.has_alibi) {
-          w_.slope[i] = spec_.alibi_slopes[static_cast<std::size_t>(head)] * kLog2E;
-        }
-        finite += (delta - delta) + (lse == kMinusInfinity ? 0.0f : lse - lse);
+        finite += w_.rows.Set(spec_, task_, args_.kv_head, first + i, i,
+                              Dot(d_out, out, spec_.v_head_dim));
       }
     }
     for (int i = row_begin_; i < row_end_; i += 4) {
@@ -296,16 +260,17 @@ class Block {
           score = hn::Mul(hn::Set(d, map_.cap), t);
         }
         if (map_.has_alibi) {
-          const VF distance = hn::Abs(hn::Sub(hn::Load(d, w_.offset + i), key_offset));
-          score = hn::NegMulAdd(hn::Load(d, w_.slope + i), distance, score);
+          const VF distance = hn::Abs(hn::Sub(hn::Load(d, w_.rows.offset + i), key_offset));
+          score = hn::NegMulAdd(hn::Load(d, w_.rows.slope + i), distance, score);
         }
       }
-      VF p = Exp2(hn::Sub(score, hn::Load(d, w_.lse + i)));
-      VF ds = hn::Mul(p, hn::Sub(hn::Load(d, ds_at), hn::Load(d, w_.delta + i)));
+      VF p = Exp2(hn::Sub(score, hn::Load(d, w_.rows.lse + i)));
+      VF ds = hn::Mul(p, hn::Sub(hn::Load(d, ds_at), hn::Load(d, w_.rows.delta + i)));
       if constexpr (!kPlain) {
         ds = hn::Mul(ds, cap_slope);
-        const auto visible = hn::RebindMask(d, hn::AndNot(hn::Lt(j, hn::Load(di, w_.begin + i)),
-                                                          hn::Lt(j, hn::Load(di, w_.end + i))));
+        const auto visible =
+            hn::RebindMask(d, hn::AndNot(hn::Lt(j, hn::Load(di, w_.rows.begin + i)),
+                                         hn::Lt(j, hn::Load(di, w_.rows.end + i))));
         p = hn::IfThenElseZero(visible, p);
         ds = hn::IfThenElseZero(visible, ds);
       }
@@ -350,7 +315,7 @@ class Block {
   template <class Fn>
   void ForVisible(const Fn& fn) const {
     for (int i = row_begin_; i < row_end_; ++i) {
-      for (int j = w_.begin[i]; j < w_.end[i]; ++j) fn(i, j);
+      for (int j = w_.rows.begin[i]; j < w_.rows.end[i]; ++j) fn(i, j);
     }
   }
 
@@ -361,7 +326,7 @@ class Block {
   void AddQueryGradient(std::int64_t first, int count) {
     const int group = spec_.group();
     for (int i = row_begin_; i < std::min(row_end_, count); ++i) {
-      if (w_.begin[i] >= w_.end[i]) continue;
+      if (w_.rows.begin[i] >= w_.rows.end[i]) continue;
       FetchGradient(first + std::min(i + kAhead, count - 1));
       const std::int64_t token = (first + i) / group;
       const int head = args_.kv_head * group + static_cast<int>((first + i) % group);
@@ -392,7 +357,7 @@ class Block {
   const AttentionSpec& spec_;
   const BackwardTask& task_;
   const ScoreMap map_;
-  const Workspace w_;
+  Workspace w_;
   const int keys_;
   const int padded_keys_;
   bool keys_finite_ = true;

@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "kernels/cpu/forward_rows.h"
 #include "kernels/cpu/kernel_table.h"
 #include "kernels/cpu/kernels-inl.h"
 #include "kernels/cpu/simd-inl.h"
@@ -30,8 +31,8 @@ constexpr int kPanels = kForwardRows / kPanel;
 static_assert(kForwardRows % kPanel == 0 && kPanel % 4 == 0 && kKeyTile % kTileRows == 0);
 
 struct Workspace {
-  Workspace(const AttentionSpec& spec, std::byte* base) {
-    Arena arena(base);
+  Workspace(const AttentionSpec& spec, std::byte* base) : Workspace(spec, Arena(base)) {}
+  Workspace(const AttentionSpec& spec, Arena arena) : rows(arena, kForwardRows) {
     query = arena.Take<float>(std::size_t{kForwardRows} * spec.head_dim);
     out = arena.Take<float>(std::size_t{kForwardRows} * spec.v_head_dim);
     keys = arena.Take<float>(std::size_t{kKeyTile} * spec.head_dim);
@@ -40,9 +41,6 @@ struct Workspace {
     four_rows = arena.Take<float>(std::size_t{4} * spec.head_dim);
     maximum = arena.Take<float>(kForwardRows);
     sum = arena.Take<float>(kForwardRows);
-    slope = arena.Take<float>(kForwardRows);
-    position = arena.Take<std::int64_t>(kForwardRows);
-    visible = arena.Take<SlotRange>(kForwardRows);
     tile_begin = arena.Take<std::int32_t>(kPanel);
     tile_end = arena.Take<std::int32_t>(kPanel);
     row_offset = arena.Take<float>(kPanel);
@@ -50,6 +48,7 @@ struct Workspace {
     bytes = arena.used();
   }
 
+  ForwardRows rows;
   float* query;              // [panel, head_dim, kPanel], scaled
   float* out;                // [panel, v_head_dim, kPanel], not yet normalised
   float* keys;               // [kKeyTile, head_dim]
@@ -58,31 +57,11 @@ struct Workspace {
   float* four_rows;          // queries, widened, on their way to a panel
   float* maximum;            // [row], log2 domain, may lag
   float* sum;                // [row]
-  float* slope;              // [row], ALiBi, log2 domain
-  std::int64_t* position;    // [row]
-  SlotRange* visible;        // [row]
   std::int32_t* tile_begin;  // visible, relative to the tile, of one panel
   std::int32_t* tile_end;
   float* row_offset;           // position relative to the tile's first key, of one panel
   std::int64_t* key_position;  // of one tile
   std::size_t bytes;
-};
-
-// Widest and narrowest visible range of some rows.
-struct Reach {
-  std::int64_t first = std::numeric_limits<std::int64_t>::max();  // lowest begin
-  std::int64_t last = 0;                                          // highest end
-  std::int64_t common_begin = 0;                                  // highest begin
-  std::int64_t common_end = std::numeric_limits<std::int64_t>::max();
-
-  void Add(const SlotRange& range) {
-    if (range.size() > 0) {
-      first = std::min(first, range.begin);
-      last = std::max(last, range.end);
-    }
-    common_begin = std::max(common_begin, range.begin);
-    common_end = std::min(common_end, range.end);
-  }
 };
 
 class Block {
@@ -99,10 +78,8 @@ class Block {
     LoadQueries();
     Reach reach;
     for (int p = 0; p < panels_; ++p) {
-      panel_reach_[p] = Reach();
-      for (int i = 0; i < kPanel; ++i) panel_reach_[p].Add(w_.visible[p * kPanel + i]);
-      reach.first = std::min(reach.first, panel_reach_[p].first);
-      reach.last = std::max(reach.last, panel_reach_[p].last);
+      panel_reach_[p] = w_.rows.ReachOf(p * kPanel, kPanel);
+      reach.Widen(panel_reach_[p]);
     }
     for (std::int64_t slot = reach.first; slot < reach.last; slot += kKeyTile) {
       const int keys = static_cast<int>(std::min<std::int64_t>(kKeyTile, reach.last - slot));
@@ -114,13 +91,9 @@ class Block {
 
  private:
   void LoadQueries() {
-    const int group = spec_.group();
+    w_.rows.Load(spec_, task_, args_.kv_head, args_.row_begin, args_.rows, panels_ * kPanel);
     for (int i = 0; i < panels_ * kPanel; ++i) {
-      // Rows beyond the last repeat it, so that they never make a tile partial.
-      const std::int64_t r = args_.row_begin + std::min(i, args_.rows - 1);
-      const std::int64_t token = r / group;
-      const int head = args_.kv_head * group + static_cast<int>(r % group);
-      WidenRow(task_.q.dtype, task_.q.Row(token, head), spec_.head_dim,
+      WidenRow(task_.q.dtype, task_.q.Row(w_.rows.token[i], w_.rows.head[i]), spec_.head_dim,
                w_.four_rows + i % 4 * spec_.head_dim);
       if (i % 4 == 3) {
         TransposeFourRows(w_.four_rows, spec_.head_dim, spec_.head_dim, map_.query_scale,
@@ -128,10 +101,6 @@ class Block {
       }
       w_.maximum[i] = kNoScore;
       w_.sum[i] = 0.0f;
-      w_.position[i] = task_.q_positions[token];
-      w_.visible[i] = Visible(spec_, w_.position[i], task_.kv_positions);
-      w_.slope[i] =
-          map_.has_alibi ? spec_.alibi_slopes[static_cast<std::size_t>(head)] * kLog2E : 0.0f;
     }
     std::memset(w_.out, 0, sizeof(float) * panels_ * kPanel * spec_.v_head_dim);
   }
@@ -173,7 +142,7 @@ class Block {
     const bool full = reach.common_begin <= slot + begin && reach.common_end >= slot + end;
     if (!full) {
       for (int i = 0; i < kPanel; ++i) {
-        const SlotRange& range = w_.visible[panel * kPanel + i];
+        const SlotRange& range = w_.rows.visible[panel * kPanel + i];
         w_.tile_begin[i] =
             static_cast<std::int32_t>(std::clamp<std::int64_t>(range.begin - slot, 0, kKeyTile));
         w_.tile_end[i] =
@@ -204,7 +173,7 @@ class Block {
     if (map_.has_alibi) {
       for (int i = 0; i < kPanel; ++i) {
         w_.row_offset[i] =
-            static_cast<float>(w_.position[panel * kPanel + i] - w_.key_position[begin]);
+            static_cast<float>(w_.rows.position[panel * kPanel + i] - w_.key_position[begin]);
       }
     }
     for (int j = begin; j < end; ++j) {
@@ -216,7 +185,7 @@ class Block {
         if (map_.has_cap) s = hn::Mul(hn::Set(d, map_.cap), hn::Tanh(d, s));
         if (map_.has_alibi) {
           const VF distance = hn::Abs(hn::Sub(hn::Load(d, w_.row_offset + i), key_offset));
-          s = hn::NegMulAdd(hn::Load(d, w_.slope + panel * kPanel + i), distance, s);
+          s = hn::NegMulAdd(hn::Load(d, w_.rows.slope + panel * kPanel + i), distance, s);
         }
         hn::Store(s, d, w_.scores + j * kPanel + i);
       }
@@ -309,19 +278,13 @@ class Block {
   }
 
   void StoreResult() {
-    const int group = spec_.group();
     for (int i = 0; i < args_.rows; ++i) {
-      const std::int64_t r = args_.row_begin + i;
-      const std::int64_t head = args_.kv_head * group + r % group;
-      const auto target = static_cast<std::size_t>(r / group * spec_.heads + head);
-      const float sum = w_.sum[i];
-      // A sum of 0 means no key, or none of any weight. A NaN is neither.
-      const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
-      task_.result.lse[target] =
-          sum == 0.0f ? kMinusInfinity : (w_.maximum[i] + std::log2(sum)) * kLn2;
+      const RowEnd end(w_.maximum[i], w_.sum[i]);
+      const std::size_t target = w_.rows.Target(spec_, i);
+      task_.result.lse[target] = end.lse;
       float* out = task_.result.out.data() + target * spec_.v_head_dim;
       const float* column = Out(i / kPanel) + i % kPanel;
-      for (int d = 0; d < spec_.v_head_dim; ++d) out[d] = column[d * kPanel] * inverse;
+      for (int d = 0; d < spec_.v_head_dim; ++d) out[d] = column[d * kPanel] * end.factor;
     }
   }
 

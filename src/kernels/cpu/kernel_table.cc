@@ -4,30 +4,34 @@
 // After foreach_target.h.
 #include <hwy/highway.h>
 
+#include "kernels/cpu/bf16/kernels-inl.h"
 #include "kernels/cpu/kernels-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace treeline::cpu::HWY_NAMESPACE {
 
 KernelTable MakeTable(Isa isa) {
-  return {.isa = isa,
-          .forward_workspace = ForwardWorkspace,
-          .forward = Forward,
-          .decode_workspace = DecodeWorkspace,
-          .decode = Decode,
-          .backward_workspace = BackwardWorkspace,
-          .backward = Backward,
-          .merge = MergeRows,
-          .panel_rows = PanelRows,
-          .pack_panel = PackPanel,
-          .multiply_panel = MultiplyPanel,
-          .refine_row = RefineRow,
-          .dot_rows = DotRows,
-          .rms_norm = RmsNorm,
-          .rotate = Rotate,
-          .swiglu = SwiGlu,
-          .read_probe = ReadProbe,
-          .fma_probe = FmaProbe};
+  return {
+      .isa = isa,
+      .forward_rows = [](const AttentionSpec&, const AttendTask&) noexcept { return kForwardRows; },
+      .forward_workspace = ForwardWorkspace,
+      .forward = Forward,
+      .decode_workspace = DecodeWorkspace,
+      .decode = Decode,
+      .backward_keys = [](const BackwardTask&) noexcept { return kBackwardKeys; },
+      .backward_workspace = BackwardWorkspace,
+      .backward = Backward,
+      .merge = MergeRows,
+      .panel_rows = PanelRows,
+      .pack_panel = PackPanel,
+      .multiply_panel = MultiplyPanel,
+      .refine_row = RefineRow,
+      .dot_rows = DotRows,
+      .rms_norm = RmsNorm,
+      .rotate = Rotate,
+      .swiglu = SwiGlu,
+      .read_probe = ReadProbe,
+      .fma_probe = FmaProbe};
 }
 
 }  // namespace treeline::cpu::HWY_NAMESPACE
@@ -35,6 +39,7 @@ HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
 
+#include <algorithm>
 #include <cstdlib>
 #include <string>
 
@@ -62,7 +67,10 @@ std::vector<cpu::KernelTable> MakeTables() {
   if ((supported & HWY_AVX2) != 0) tables.push_back(cpu::N_AVX2::MakeTable(Isa::kAvx2));
 #endif
 #if HWY_TARGETS & HWY_AVX3
-  if ((supported & HWY_AVX3) != 0) tables.push_back(cpu::N_AVX3::MakeTable(Isa::kAvx512));
+  if ((supported & HWY_AVX3) != 0) {
+    tables.push_back(cpu::N_AVX3::MakeTable(Isa::kAvx512));
+    cpu::N_AVX3::AddBf16Tables(tables);
+  }
 #endif
   return tables;
 }
@@ -86,27 +94,40 @@ std::string_view Name(Isa isa) {
       return "avx512";
     case Isa::kNeon:
       return "neon";
+    case Isa::kAvx512Bf16:
+      return "avx512-bf16";
+    case Isa::kAmx:
+      return "amx";
+    case Isa::kPlainBf16:
+      return "plain-bf16";
   }
   Throw<ArgumentError>("instruction set ", static_cast<int>(isa), " has no name");
 }
 
+bool ComputesInBf16(Isa isa) {
+  return isa == Isa::kAvx512Bf16 || isa == Isa::kAmx || isa == Isa::kPlainBf16;
+}
+
 const std::vector<Isa>& AttainableIsas() {
   static const std::vector<Isa> isas = [] {
-    std::vector<Isa> all;
-    for (const cpu::KernelTable& table : Tables()) all.push_back(table.isa);
+    std::vector<Isa> all = cpu::TestedIsas();
+    std::erase(all, Isa::kPlainBf16);
     return all;
   }();
   return isas;
 }
 
 Isa ParseIsa(std::string_view name) {
+  for (Isa isa : cpu::TestedIsas()) {
+    if (name == Name(isa)) return isa;
+  }
   std::string available;
   for (Isa isa : AttainableIsas()) {
-    if (name == Name(isa)) return isa;
     available.append(available.empty() ? "" : ", ").append(Name(isa));
   }
-  Throw<ArgumentError>("instruction set '", name, "' is not available; this CPU and build have ",
-                       available);
+  const char* why = name == Name(Isa::kAmx) ? cpu::bf16::WhyNoAmx() : nullptr;
+  Throw<ArgumentError>("instruction set '", name, "' is not available", why == nullptr ? "" : ": ",
+                       why == nullptr ? "" : why, "; this CPU and build have ", available);
 }
 
 Isa DefaultIsa() {
@@ -120,6 +141,12 @@ Isa DefaultIsa() {
 }
 
 namespace cpu {
+
+std::vector<Isa> TestedIsas() {
+  std::vector<Isa> isas;
+  for (const KernelTable& table : Tables()) isas.push_back(table.isa);
+  return isas;
+}
 
 const KernelTable& TableFor(Isa isa) {
   for (const KernelTable& table : Tables()) {

@@ -23,10 +23,10 @@ struct ForwardArgs {
   const AttendTask* task;
   int kv_head;
   std::int64_t row_begin;
-  int rows;              // at most kForwardRows
+  int rows;              // at most forward_rows(spec, task)
   std::byte* workspace;  // forward_workspace(spec) bytes, 64-byte aligned
 };
-inline constexpr int kForwardRows = 192;
+inline constexpr int kForwardRows = 192;  // of kernels in f32
 // Up to this many query rows share a key head in the decode kernel; more are tiled.
 inline constexpr std::int64_t kDecodeRows = 16;
 
@@ -67,13 +67,13 @@ struct BackwardArgs {
   const BackwardTask* task;
   int kv_head;
   std::int64_t key_begin;
-  int keys;  // at most kBackwardKeys
+  int keys;  // at most backward_keys(task)
   Turns* turns;
   std::uint32_t item;    // this block's number among all blocks
   bool first;            // no earlier item adds to the same rows of dq
   std::byte* workspace;  // backward_workspace(spec) bytes, 64-byte aligned
 };
-inline constexpr int kBackwardKeys = 96;
+inline constexpr int kBackwardKeys = 96;  // of kernels in f32
 
 // target = parts[0] (+) parts[1] (+) … for rows [row_begin, row_end).
 struct MergeArgs {
@@ -155,10 +155,12 @@ struct ProbeArgs {
 // Every entry is non-null.
 struct KernelTable {
   Isa isa;
+  int (*forward_rows)(const AttentionSpec& spec, const AttendTask& task) noexcept;
   std::size_t (*forward_workspace)(const AttentionSpec& spec) noexcept;
   void (*forward)(const ForwardArgs& args) noexcept;
   std::size_t (*decode_workspace)(const AttentionSpec& spec, const DecodeShape& shape) noexcept;
   void (*decode)(const DecodeArgs& args) noexcept;
+  int (*backward_keys)(const BackwardTask& task) noexcept;
   std::size_t (*backward_workspace)(const AttentionSpec& spec) noexcept;
   void (*backward)(const BackwardArgs& args) noexcept;
   void (*merge)(const MergeArgs& args) noexcept;
@@ -179,7 +181,11 @@ struct KernelTable {
   double (*fma_probe)(const ProbeArgs& args) noexcept;
 };
 
-// The table of an attainable instruction set.
+// Those that tests run on: AttainableIsas(), and kPlainBf16 where it alone can test kernels in
+// bf16.
+std::vector<Isa> TestedIsas();
+
+// The table of an attainable instruction set, or of kPlainBf16.
 const KernelTable& TableFor(Isa isa);
 
 // The table that a context asks for.

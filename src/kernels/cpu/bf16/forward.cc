@@ -1,0 +1,348 @@
+// Forward attention in bf16: both products by a machine's matrix instructions, sums and softmax in
+// f32, weights rounded to bf16.
+//
+// A strip is 32 query rows, the side of a product. Its way through a tile of keys has three steps:
+// scores, softmax, values. The steps of three strips run a part at a time by turns, so that matrix
+// and vector units work at once:
+//
+//   scores of strip i + 1  |  softmax of strip i  |  values of strip i - 1
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "kernels/cpu/bf16/forward.cc"
+#include <hwy/foreach_target.h>
+// After foreach_target.h.
+#include <hwy/highway.h>
+
+#include "kernels/cpu/bf16/kernels-inl.h"
+#include "kernels/cpu/bf16/pack-inl.h"
+#include "kernels/cpu/forward_rows.h"
+
+#if HWY_TARGET == HWY_AVX3
+
+HWY_BEFORE_NAMESPACE();
+namespace treeline::cpu::HWY_NAMESPACE {
+namespace {
+
+constexpr int kKeyTile = 256;
+constexpr int kKeyGroups = kKeyTile / kSide;
+constexpr int kParts = kSide / 2;  // of a step: two rows of softmax each
+constexpr int kMaxStrips = kBf16ForwardRows / kSide;
+static_assert(kParts % kKeyGroups == 0);
+
+struct Workspace {
+  Workspace(const AttentionSpec& spec, std::byte* base)
+      : Workspace(spec, Bf16ForwardRows(spec), Arena(base)) {}
+  Workspace(const AttentionSpec& spec, std::size_t most, Arena arena) : rows(arena, most) {
+    qk_dim = RoundUp(spec.head_dim, kDepth);
+    v_dim = RoundUp(spec.v_head_dim, kSide);
+    query = arena.Take<Bits>(most * qk_dim);
+    keys = arena.Take<Bits>(std::size_t{kKeyTile} * qk_dim);
+    values = arena.Take<Bits>(std::size_t{kKeyTile} * v_dim);
+    out = arena.Take<float>(most * v_dim);
+    for (int i = 0; i < 2; ++i) {
+      scores[i] = arena.Take<float>(std::size_t{kSide} * kKeyTile);
+      weights[i] = arena.Take<Bits>(std::size_t{kSide} * kKeyTile);
+    }
+    zeros = arena.Take<Bits>(AttentionSpec::kMaxHeadDim);
+    maximum = arena.Take<float>(most);
+    sum = arena.Take<float>(most * kLanes);
+    key_offset = arena.Take<float>(kKeyTile);
+    row = arena.Take<float>(AttentionSpec::kMaxHeadDim);
+    bytes = arena.used();
+  }
+
+  ForwardRows rows;
+  int qk_dim;         // padded to the depth of a step
+  int v_dim;          // padded to the side of a product
+  Bits* query;        // [row, qk_dim]
+  Bits* keys;         // tiles [key / 16, qk_dim / 32]
+  Bits* values;       // tiles [key / 32, v_dim / 16]
+  float* out;         // [row, v_dim], not yet normalised
+  float* scores[2];   // [kSide, kKeyTile]: products, then scores in the log2 domain
+  Bits* weights[2];   // [kSide, kKeyTile]
+  Bits* zeros;        // a row of keys beyond the last
+  float* maximum;     // [row], log2 domain, may lag
+  float* sum;         // [row, kLanes]
+  float* key_offset;  // [key], position relative to the tile's first
+  float* row;         // a row of values, widened
+  std::size_t bytes;
+};
+
+class Block {
+ public:
+  Block(const ForwardArgs& args, const bf16::Multiplier& multiplier)
+      : args_(args),
+        multiplier_(multiplier),
+        spec_(*args.spec),
+        task_(*args.task),
+        map_(spec_),
+        w_(spec_, args.workspace),
+        strips_((args.rows + kSide - 1) / kSide) {}
+
+  void Run() {
+    LoadQueries();
+    Reach all;
+    for (int s = 0; s < strips_; ++s) {
+      reach_[s] = w_.rows.ReachOf(s * kSide, kSide);
+      all.Widen(reach_[s]);
+    }
+    multiplier_.begin();
+    for (std::int64_t slot = all.first; slot < all.last; slot += kKeyTile) {
+      LoadTile(slot, static_cast<int>(std::min<std::int64_t>(kKeyTile, all.last - slot)));
+      AttendTile(slot);
+    }
+    multiplier_.end();
+    StoreResult();
+  }
+
+ private:
+  void LoadQueries() {
+    w_.rows.Load(spec_, task_, args_.kv_head, args_.row_begin, args_.rows, strips_ * kSide);
+    std::memset(w_.query, 0, sizeof(Bits) * strips_ * kSide * w_.qk_dim);
+    for (int i = 0; i < args_.rows; ++i) {
+      std::memcpy(w_.query + i * w_.qk_dim, task_.q.Row(w_.rows.token[i], w_.rows.head[i]),
+                  sizeof(Bits) * spec_.head_dim);
+    }
+    const int rows = strips_ * kSide;
+    std::memset(w_.out, 0, sizeof(float) * rows * w_.v_dim);
+    std::memset(w_.sum, 0, sizeof(float) * rows * kLanes);
+    std::fill_n(w_.maximum, rows, kNoScore);
+    std::memset(w_.zeros, 0, sizeof(Bits) * AttentionSpec::kMaxHeadDim);
+  }
+
+  void LoadTile(std::int64_t slot, int keys) {
+    const int groups = (keys + kSide - 1) / kSide;
+    values_finite_ = true;
+    for (int g = 0; g < groups; ++g) {
+      const Bits* k[kSide];
+      const Bits* v[kSide];
+      for (int j = 0; j < kSide; ++j) {
+        const std::int64_t key = slot + g * kSide + j;
+        k[j] = v[j] = w_.zeros;
+        if (g * kSide + j >= keys) continue;
+        k[j] = reinterpret_cast<const Bits*>(task_.kv.KeyRow(key, args_.kv_head));
+        v[j] = reinterpret_cast<const Bits*>(task_.kv.ValueRow(key, args_.kv_head));
+        values_finite_ = values_finite_ && AllFiniteBits(v[j], spec_.v_head_dim);
+      }
+      Bits* tiles = w_.keys + g * kSide * w_.qk_dim;
+      PackColumns(k, spec_.head_dim, tiles);
+      PackColumns(k + kTileRows, spec_.head_dim, tiles + kTileRows * w_.qk_dim);
+      PackRows(v, spec_.v_head_dim, w_.values + g * kSide * w_.v_dim);
+    }
+    if (map_.has_alibi) {
+      const std::int64_t first = task_.kv_positions[slot];
+      for (int j = 0; j < keys; ++j) {
+        w_.key_offset[j] = static_cast<float>(task_.kv_positions[slot + j] - first);
+      }
+    }
+  }
+
+  // One strip's way through a tile of keys.
+  struct Step {
+    int strip = 0;
+    int groups = 0;  // of 32 keys that any row sees
+    bool full = true;
+    float* scores = nullptr;
+    Bits* weights = nullptr;
+  };
+
+  void AttendTile(std::int64_t slot) {
+    slot_ = slot;
+    Step steps[kMaxStrips];
+    int count = 0;
+    for (int s = 0; s < strips_; ++s) {
+      const std::int64_t end = std::min(reach_[s].last, slot + kKeyTile);
+      if (reach_[s].first >= slot + kKeyTile || end <= slot) continue;
+      const int groups = static_cast<int>((end - slot + kSide - 1) / kSide);
+      const bool full = reach_[s].common_begin <= slot &&
+                        reach_[s].common_end >= slot + std::int64_t{groups} * kSide;
+      steps[count] = {s, groups, full, w_.scores[count % 2], w_.weights[count % 2]};
+      ++count;
+    }
+    for (int i = -1; i <= count; ++i) {
+      for (int part = 0; part < kParts; ++part) {
+        if (i + 1 < count) Scores(steps[i + 1], part);
+        if (i >= 0 && i < count) Softmax(steps[i], 2 * part);
+        if (i >= 1) Values(steps[i - 1], part);
+      }
+    }
+  }
+
+  void Scores(const Step& step, int part) {
+    constexpr int kEvery = kParts / kKeyGroups;
+    const int group = part / kEvery;
+    if (part % kEvery != 0 || group >= step.groups) return;
+    multiplier_.multiply({.a = w_.query + step.strip * kSide * w_.qk_dim,
+                          .a_row = w_.qk_dim,
+                          .a_step = kDepth,
+                          .b = w_.keys + group * kSide * w_.qk_dim,
+                          .b_column = std::int64_t{kTileRows} * w_.qk_dim,
+                          .b_step = kTileSize,
+                          .steps = w_.qk_dim / kDepth,
+                          .c = step.scores + group * kSide,
+                          .c_row = kKeyTile,
+                          .add = false});
+  }
+
+  void Values(const Step& step, int part) {
+    if (!step.full && !values_finite_) {
+      if (part == 0) WeighVisible(step);
+      return;
+    }
+    const int columns = w_.v_dim / kSide;
+    for (int c = columns * part / kParts; c < columns * (part + 1) / kParts; ++c) {
+      multiplier_.multiply({.a = step.weights,
+                            .a_row = kKeyTile,
+                            .a_step = kDepth,
+                            .b = w_.values + c * 2 * kTileSize,
+                            .b_column = kTileSize,
+                            .b_step = std::int64_t{kTileRows} * 2 * w_.v_dim,
+                            .steps = step.groups,
+                            .c = w_.out + step.strip * kSide * w_.v_dim + c * kSide,
+                            .c_row = w_.v_dim,
+                            .add = true});
+    }
+  }
+
+  // Two rows from `first` on.
+  void Softmax(const Step& step, int first) {
+    for (int r = first; r < first + 2; ++r) {
+      if (step.full && map_.plain()) {
+        SoftmaxRow(step, r, map_.query_scale);
+      } else {
+        MapRow(step, r);
+        SoftmaxRow(step, r, 1.0f);
+      }
+    }
+  }
+
+  // Products become scores: softcap, ALiBi, and -inf where the row does not see the key.
+  void MapRow(const Step& step, int r) {
+    const DF d;
+    const hn::RebindToSigned<DF> di;
+    const int i = step.strip * kSide + r;
+    const auto key = [&](std::int64_t slot) HWY_ATTR {
+      return hn::Set(
+          di, static_cast<std::int32_t>(std::clamp<std::int64_t>(slot - slot_, 0, kKeyTile)));
+    };
+    const auto begin = key(w_.rows.visible[i].begin);
+    const auto end = key(w_.rows.visible[i].end);
+    const VF scale = hn::Set(d, map_.query_scale);
+    const VF slope = hn::Set(d, w_.rows.slope[i]);
+    const VF offset = hn::Set(
+        d, map_.has_alibi ? static_cast<float>(w_.rows.position[i] - task_.kv_positions[slot_])
+                          : 0.0f);
+    float* scores = step.scores + r * kKeyTile;
+    for (int j = 0; j < step.groups * kSide; j += kLanes) {
+      VF s = hn::Mul(hn::Load(d, scores + j), scale);
+      if (map_.has_cap) s = hn::Mul(hn::Set(d, map_.cap), hn::Tanh(d, s));
+      if (map_.has_alibi) {
+        const VF distance = hn::Abs(hn::Sub(offset, hn::Load(d, w_.key_offset + j)));
+        s = hn::NegMulAdd(slope, distance, s);
+      }
+      const auto at = hn::Iota(di, j);
+      const auto seen = hn::AndNot(hn::Lt(at, begin), hn::Lt(at, end));
+      s = hn::IfThenElse(hn::RebindMask(d, seen), s, hn::Set(d, kMinusInfinity));
+      hn::Store(s, d, scores + j);
+    }
+  }
+
+  // Scores times `factor` become weights relative to the running maximum; the running sum grows.
+  HWY_INLINE void SoftmaxRow(const Step& step, int r, float factor) {
+    const DF d;
+    const D16 d16;
+    const int i = step.strip * kSide + r;
+    const float* scores = step.scores + r * kKeyTile;
+    Bits* weights = step.weights + r * kKeyTile;
+    const int keys = step.groups * kSide;
+    const VF scale = hn::Set(d, factor);
+    VF highest = hn::Set(d, kNoScore);
+    for (int j = 0; j < keys; j += kLanes) {
+      highest = hn::Max(highest, hn::Mul(hn::Load(d, scores + j), scale));
+    }
+    if (HWY_UNLIKELY(!hn::AllFalse(d, hn::Gt(highest, hn::Set(d, w_.maximum[i] + kLag))))) {
+      Rescale(i, hn::GetLane(hn::MaxOfLanes(d, highest)));
+    }
+    const VF top = hn::Set(d, w_.maximum[i]);
+    VF even = hn::Load(d, w_.sum + i * kLanes);
+    VF odd = hn::Zero(d);
+    for (int j = 0; j < keys; j += 2 * kLanes) {
+      const VF a = Exp2(hn::MulSub(hn::Load(d, scores + j), scale, top));
+      const VF b = Exp2(hn::MulSub(hn::Load(d, scores + j + kLanes), scale, top));
+      even = hn::Add(even, a);
+      odd = hn::Add(odd, b);
+      hn::Store(Round(a, b), d16, weights + j);
+    }
+    hn::Store(hn::Add(even, odd), d, w_.sum + i * kLanes);
+  }
+
+  // Raises a row's maximum and scales what was summed under the old one.
+  HWY_NOINLINE void Rescale(int i, float highest) {
+    const DF d;
+    const VF factor = hn::Set(d, std::exp2(w_.maximum[i] - highest));
+    w_.maximum[i] = highest;
+    hn::Store(hn::Mul(hn::Load(d, w_.sum + i * kLanes), factor), d, w_.sum + i * kLanes);
+    float* out = w_.out + i * w_.v_dim;
+    for (int k = 0; k < w_.v_dim; k += kLanes) {
+      hn::Store(hn::Mul(hn::Load(d, out + k), factor), d, out + k);
+    }
+  }
+
+  // The product with V, skipping what a row does not see: 0 * inf must not reach it.
+  void WeighVisible(const Step& step) {
+    for (int j = 0; j < step.groups * kSide; ++j) {
+      const std::int64_t slot = slot_ + j;
+      bool loaded = false;
+      for (int r = 0; r < kSide; ++r) {
+        const int i = step.strip * kSide + r;
+        if (slot < w_.rows.visible[i].begin || slot >= w_.rows.visible[i].end) continue;
+        if (!loaded) {
+          WidenRow(DType::kBF16, task_.kv.ValueRow(slot, args_.kv_head), spec_.v_head_dim, w_.row);
+          loaded = true;
+        }
+        const float weight = F32FromBF16(step.weights[r * kKeyTile + j]);
+        float* out = w_.out + i * w_.v_dim;
+        for (int k = 0; k < spec_.v_head_dim; ++k) out[k] += weight * w_.row[k];
+      }
+    }
+  }
+
+  void StoreResult() {
+    const DF d;
+    for (int i = 0; i < args_.rows; ++i) {
+      const float sum = hn::GetLane(hn::SumOfLanes(d, hn::Load(d, w_.sum + i * kLanes)));
+      const RowEnd end(w_.maximum[i], sum);
+      const std::size_t target = w_.rows.Target(spec_, i);
+      task_.result.lse[target] = end.lse;
+      float* out = task_.result.out.data() + target * spec_.v_head_dim;
+      const float* from = w_.out + i * w_.v_dim;
+      for (int k = 0; k < spec_.v_head_dim; ++k) out[k] = from[k] * end.factor;
+    }
+  }
+
+  const ForwardArgs& args_;
+  const bf16::Multiplier& multiplier_;
+  const AttentionSpec& spec_;
+  const AttendTask& task_;
+  const ScoreMap map_;
+  const Workspace w_;
+  const int strips_;
+  std::int64_t slot_ = 0;  // of the tile's first key
+  Reach reach_[kMaxStrips];
+  bool values_finite_ = true;
+};
+
+}  // namespace
+
+std::size_t Bf16ForwardWorkspace(const AttentionSpec& spec) noexcept {
+  return Workspace(spec, nullptr).bytes;
+}
+
+void Bf16Forward(const ForwardArgs& args, const bf16::Multiplier& multiplier) noexcept {
+  Block(args, multiplier).Run();
+}
+
+}  // namespace treeline::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif  // HWY_AVX3

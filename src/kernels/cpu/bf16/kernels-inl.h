@@ -1,0 +1,46 @@
+// The kernels of this folder; see kernel_table.h for their contracts. Queries, keys and values are
+// bf16. AVX-512 only: the machines that have products in bf16 have it. Included once per target.
+
+#if defined(TREELINE_KERNELS_CPU_BF16_KERNELS_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef TREELINE_KERNELS_CPU_BF16_KERNELS_INL_H_
+#undef TREELINE_KERNELS_CPU_BF16_KERNELS_INL_H_
+#else
+#define TREELINE_KERNELS_CPU_BF16_KERNELS_INL_H_
+#endif
+
+#include <hwy/highway.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "kernels/cpu/bf16/product.h"
+#include "kernels/cpu/kernel_table.h"
+
+#if HWY_TARGET == HWY_AVX3
+
+HWY_BEFORE_NAMESPACE();
+namespace treeline::cpu::HWY_NAMESPACE {
+
+// Query rows of a block: keys and values are packed once for all of them, and a thread's memory
+// stays within its limit.
+inline constexpr int kBf16ForwardRows = 384;
+inline int Bf16ForwardRows(const AttentionSpec& spec) {
+  return std::max(spec.head_dim, spec.v_head_dim) <= 256 ? kBf16ForwardRows : kBf16ForwardRows / 2;
+}
+std::size_t Bf16ForwardWorkspace(const AttentionSpec& spec) noexcept;
+void Bf16Forward(const ForwardArgs& args, const bf16::Multiplier& multiplier) noexcept;
+
+// Keys of a block: query rows are packed once for all of them.
+inline constexpr int kBf16BackwardKeys = 256;
+std::size_t Bf16BackwardWorkspace(const AttentionSpec& spec) noexcept;
+void Bf16Backward(const BackwardArgs& args, const bf16::Multiplier& multiplier) noexcept;
+
+// After the table of AVX-512, the last of `tables`: those of machines that multiply in bf16, as far
+// as this is one, best last; otherwise one for tests, before it.
+void AddBf16Tables(std::vector<KernelTable>& tables);
+
+}  // namespace treeline::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif  // HWY_AVX3
+#endif  // include guard per target

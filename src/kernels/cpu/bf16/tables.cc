@@ -1,0 +1,99 @@
+// Tables of machines that multiply in bf16: what AVX-512 has, with forward and backward attention
+// in bf16 where queries, keys and values are.
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "kernels/cpu/bf16/tables.cc"
+#include <hwy/foreach_target.h>
+// After foreach_target.h.
+#include <hwy/highway.h>
+
+#include "kernels/cpu/bf16/kernels-inl.h"
+#include "kernels/cpu/kernels-inl.h"
+
+#if HWY_TARGET == HWY_AVX3
+
+HWY_BEFORE_NAMESPACE();
+namespace treeline::cpu::HWY_NAMESPACE {
+namespace {
+
+template <class Task>
+bool InBf16(const Task& task) {
+  return task.q.dtype == DType::kBF16 && task.kv.dtype == DType::kBF16;
+}
+
+int Rows(const AttentionSpec& spec, const AttendTask& task) noexcept {
+  return InBf16(task) ? Bf16ForwardRows(spec) : kForwardRows;
+}
+
+std::size_t WorkspaceOfForward(const AttentionSpec& spec) noexcept {
+  return std::max(ForwardWorkspace(spec), Bf16ForwardWorkspace(spec));
+}
+
+int Keys(const BackwardTask& task) noexcept {
+  return InBf16(task) ? kBf16BackwardKeys : kBackwardKeys;
+}
+
+std::size_t WorkspaceOfBackward(const AttentionSpec& spec) noexcept {
+  return std::max(BackwardWorkspace(spec), Bf16BackwardWorkspace(spec));
+}
+
+// `kMultiplier` says how to multiply; it never returns null where the table is used.
+template <const bf16::Multiplier* (*kMultiplier)()>
+void ForwardWith(const ForwardArgs& args) noexcept {
+  if (InBf16(*args.task)) {
+    Bf16Forward(args, *kMultiplier());
+  } else {
+    Forward(args);
+  }
+}
+
+template <const bf16::Multiplier* (*kMultiplier)()>
+void BackwardWith(const BackwardArgs& args) noexcept {
+  if (InBf16(*args.task)) {
+    Bf16Backward(args, *kMultiplier());
+  } else {
+    Backward(args);
+  }
+}
+
+const bf16::Multiplier* Plain() { return &bf16::PlainMultiplier(); }
+
+template <const bf16::Multiplier* (*kMultiplier)()>
+KernelTable With(KernelTable table, Isa isa) {
+  table.isa = isa;
+  table.forward_rows = Rows;
+  table.forward_workspace = WorkspaceOfForward;
+  table.forward = ForwardWith<kMultiplier>;
+  table.backward_keys = Keys;
+  table.backward_workspace = WorkspaceOfBackward;
+  table.backward = BackwardWith<kMultiplier>;
+  return table;
+}
+
+}  // namespace
+
+void AddBf16Tables(std::vector<KernelTable>& tables) {
+  const KernelTable avx512 = tables.back();
+  const auto before_avx512 = [&](const KernelTable& table) {
+    tables.insert(tables.end() - 1, table);
+  };
+  if (bf16::DotMultiplier() != nullptr) {
+    const KernelTable table = With<bf16::DotMultiplier>(avx512, Isa::kAvx512Bf16);
+    // Other makers' dot products in bf16 are no faster than products in f32, and less exact.
+    if (__builtin_cpu_is("amd") != 0) {
+      tables.push_back(table);
+    } else {
+      before_avx512(table);
+    }
+  }
+  if (bf16::AmxMultiplier() != nullptr) {
+    tables.push_back(With<bf16::AmxMultiplier>(avx512, Isa::kAmx));
+  } else if (bf16::DotMultiplier() == nullptr) {
+    before_avx512(With<Plain>(avx512, Isa::kPlainBf16));
+  }
+}
+
+}  // namespace treeline::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif  // HWY_AVX3
