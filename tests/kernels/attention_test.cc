@@ -323,7 +323,8 @@ TEST_P(AttentionTest, WorkingMemoryIsBounded) {
                         Case{1, 1, 256, 256, 200, 100}}) {
     AttentionSpec spec = Causal(c.heads, c.kv_heads, c.head_dim);
     spec.v_head_dim = c.v_head_dim;
-    const ProblemShape shape = InBf16(Sequence(spec, c.queries, c.keys));
+    ProblemShape shape = Sequence(spec, c.queries, c.keys);
+    shape.kv_dtype = DType::kBF16;
     Problem problem(shape);
     for (int threads : {1, 3}) {
       ThreadPool pool(threads, std::chrono::microseconds(0));

@@ -31,7 +31,6 @@ struct Plan {
   std::int64_t head_parts = 1;   // of the key heads
   std::size_t parts_offset = 0;  // of the splits' partials, in floats; splits > 1 only
   // forward
-  std::int64_t block_rows = 0;
   std::int64_t row_blocks = 0;
 };
 
@@ -53,7 +52,11 @@ std::size_t PartialFloats(const AttentionSpec& spec, const AttendTask& task) {
 class Attention {
  public:
   Attention(const AttentionSpec& spec, std::span<const AttendTask> tasks, const Context& context)
-      : spec_(spec), tasks_(tasks), context_(context), table_(TableFor(context)) {
+      : spec_(spec),
+        tasks_(tasks),
+        context_(context),
+        table_(TableFor(context)),
+        block_rows_(ForwardBlockRows(spec)) {
     MakePlans();
   }
 
@@ -82,8 +85,7 @@ class Attention {
         plans_[i].slots = VisibleToAny(spec_, tasks_[i]);
         total_slots += plans_[i].slots.size();
       } else {
-        plans_[i].block_rows = table_.forward_rows(spec_, tasks_[i]);
-        plans_[i].row_blocks = (rows + plans_[i].block_rows - 1) / plans_[i].block_rows;
+        plans_[i].row_blocks = (rows + block_rows_ - 1) / block_rows_;
       }
     }
     for (std::size_t i = 0; i < tasks_.size(); ++i) {
@@ -149,12 +151,12 @@ class Attention {
   void RunForward(const AttendTask& task, const Plan& plan, std::int64_t item,
                   std::byte* workspace) const {
     const std::int64_t rows = Rows(task);
-    const std::int64_t begin = (plan.row_blocks - 1 - item % plan.row_blocks) * plan.block_rows;
+    const std::int64_t begin = (plan.row_blocks - 1 - item % plan.row_blocks) * block_rows_;
     table_.forward({.spec = &spec_,
                     .task = &task,
                     .kv_head = static_cast<int>(item / plan.row_blocks),
                     .row_begin = begin,
-                    .rows = static_cast<int>(std::min(plan.block_rows, rows - begin)),
+                    .rows = static_cast<int>(std::min(block_rows_, rows - begin)),
                     .workspace = workspace});
   }
 
@@ -201,6 +203,7 @@ class Attention {
   const std::span<const AttendTask> tasks_;
   const Context& context_;
   const KernelTable& table_;
+  const std::int64_t block_rows_;  // of forward
   std::vector<Plan> plans_;
   std::int64_t items_ = 0;
   std::size_t workspace_bytes_ = 0;

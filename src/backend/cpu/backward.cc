@@ -21,9 +21,9 @@ void AttendBackward(const AttentionSpec& spec, std::span<const BackwardTask> tas
           "head_dim is ", spec.head_dim, " and v_head_dim ", spec.v_head_dim,
           "; gradients need at most ", AttentionSpec::kMaxBackwardHeadDim);
   const cpu::KernelTable& table = cpu::TableFor(context);
-  const auto blocks_of = [&](const BackwardTask& task) {
-    const std::int64_t keys = table.backward_keys(task);
-    return (task.kv.slots + keys - 1) / keys;
+  constexpr std::int64_t kKeys = cpu::kBackwardKeys;
+  const auto blocks_of = [](const BackwardTask& task) {
+    return (task.kv.slots + kKeys - 1) / kKeys;
   };
   // Items of task i are [first[i], first[i + 1]): key heads, and within each its blocks in order.
   std::vector<std::int64_t> first{0};
@@ -46,14 +46,13 @@ void AttendBackward(const AttentionSpec& spec, std::span<const BackwardTask> tas
     const auto index = static_cast<std::size_t>(after - first.begin()) - 1;
     const BackwardTask& task = tasks[index];
     const std::int64_t blocks = blocks_of(task);
-    const std::int64_t keys = table.backward_keys(task);
     const std::int64_t local = item - first[index];
-    const std::int64_t begin = local % blocks * keys;
+    const std::int64_t begin = local % blocks * kKeys;
     table.backward({.spec = &spec,
                     .task = &task,
                     .kv_head = static_cast<int>(local / blocks),
                     .key_begin = begin,
-                    .keys = static_cast<int>(std::min(keys, task.kv.slots - begin)),
+                    .keys = static_cast<int>(std::min(kKeys, task.kv.slots - begin)),
                     .turns = &turns,
                     .item = static_cast<std::uint32_t>(item),
                     .first = begin == 0,

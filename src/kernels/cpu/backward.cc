@@ -24,23 +24,19 @@ HWY_BEFORE_NAMESPACE();
 namespace treeline::cpu::HWY_NAMESPACE {
 namespace {
 
-constexpr int kTileRows = 6;
-constexpr int kTileVectors = kManyRegisters || kLanes == 1 ? 4 : 2;
+constexpr int kTileRows = kManyRegisters ? 8 : 6;
+constexpr int kTileVectors = kLanes == 1 ? 4 : kManyRegisters ? 3 : 2;
 constexpr int kPanel = kTileVectors * kLanes;  // query rows of a panel
 // Query rows of a block: the tiles of a block then fit the second-level cache.
-constexpr int kRows = kManyRegisters ? 192 : 96;
-constexpr int kAhead = 4;  // rows that are fetched before they are needed
+constexpr int kRows = 96;
+// Elements of a sum that are added in one go: what they are multiplied with then stays in the
+// first-level cache for all rows.
+constexpr std::size_t kDepth = 96;
+constexpr int kAhead = 8;  // rows that are fetched before they are needed
 static_assert(kRows % kPanel == 0 && kPanel % 4 == 0 && kRows % kTileRows == 0 &&
               kBackwardKeys % kTileRows == 0);
 
 int RoundUp(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
-
-// Floats from row to row: an odd number of cache lines, so that a column of rows does not fall into
-// a few sets of the first-level cache.
-int RowStride(int dim) {
-  constexpr int kLineFloats = 16;
-  return ((dim + kLineFloats - 1) / kLineFloats | 1) * kLineFloats;
-}
 
 struct Workspace {
   Workspace(const AttentionSpec& spec, std::byte* base) : Workspace(spec, Arena(base)) {}
@@ -85,13 +81,13 @@ struct Workspace {
   std::size_t bytes;
 };
 
-// Calls fn.operator()<vectors>() for vectors in [1, kMost].
-template <int kMost, class Fn>
+// Calls fn.operator()<vectors, kAdd>() for vectors in [1, kMost].
+template <int kMost, bool kAdd, class Fn>
 HWY_INLINE void WithVectors(int vectors, const Fn& fn) {
   if (vectors == kMost) {
-    fn.template operator()<kMost>();
+    fn.template operator()<kMost, kAdd>();
   } else if constexpr (kMost > 1) {
-    WithVectors<kMost - 1>(vectors, fn);
+    WithVectors<kMost - 1, kAdd>(vectors, fn);
   }
 }
 
@@ -102,13 +98,21 @@ void Product(const float* a, std::size_t a_row, std::size_t a_step, const float*
              std::size_t b_step, std::size_t n, float* c, std::size_t c_row, int rows, int width) {
   for (int column = 0; column < width;) {
     const int vectors = std::min((width - column) / kLanes, kTileVectors);
-    const auto tiles = [&]<int kVectors>() HWY_ATTR {
-      for (int r = 0; r < rows; r += kTileRows) {
-        Multiply<kTileRows, kVectors, kAccumulate>(a + r * a_row, a_row, a_step, b + column, b_step,
-                                                   n, c + r * c_row + column, c_row);
+    for (std::size_t first = 0; first < n; first += kDepth) {
+      const std::size_t depth = std::min(kDepth, n - first);
+      const auto tiles = [&]<int kVectors, bool kAdd>() HWY_ATTR {
+        for (int r = 0; r < rows; r += kTileRows) {
+          Multiply<kTileRows, kVectors, kAdd>(a + r * a_row + first * a_step, a_row, a_step,
+                                              b + first * b_step + column, b_step, depth,
+                                              c + r * c_row + column, c_row);
+        }
+      };
+      if (kAccumulate || first > 0) {
+        WithVectors<kTileVectors, true>(vectors, tiles);
+      } else {
+        WithVectors<kTileVectors, false>(vectors, tiles);
       }
-    };
-    WithVectors<kTileVectors>(vectors, tiles);
+    }
     column += vectors * kLanes;
   }
 }

@@ -24,6 +24,7 @@ namespace treeline::cpu::HWY_NAMESPACE {
 namespace {
 
 constexpr int kKeyTile = 128;
+constexpr int kAhead = 8;                          // rows that are fetched before they are needed
 constexpr int kTileRows = kManyRegisters ? 8 : 4;  // keys, or dims, of a register tile
 constexpr int kTileVectors = kLanes == 1 ? 4 : 3;  // panels are packed four rows at a time
 constexpr int kPanel = kTileVectors * kLanes;      // query rows of a panel
@@ -33,10 +34,12 @@ static_assert(kForwardRows % kPanel == 0 && kPanel % 4 == 0 && kKeyTile % kTileR
 struct Workspace {
   Workspace(const AttentionSpec& spec, std::byte* base) : Workspace(spec, Arena(base)) {}
   Workspace(const AttentionSpec& spec, Arena arena) : rows(arena, kForwardRows) {
-    query = arena.Take<float>(std::size_t{kForwardRows} * spec.head_dim);
-    out = arena.Take<float>(std::size_t{kForwardRows} * spec.v_head_dim);
+    const auto block = static_cast<std::size_t>(ForwardBlockRows(spec));
+    query = arena.Take<float>(block * spec.head_dim);
+    out = arena.Take<float>(block * spec.v_head_dim);
     keys = arena.Take<float>(std::size_t{kKeyTile} * spec.head_dim);
-    values = arena.Take<float>(std::size_t{kKeyTile} * spec.v_head_dim);
+    v_row = RowStride(spec.v_head_dim);
+    values = arena.Take<float>(std::size_t{kKeyTile} * v_row);
     scores = arena.Take<float>(std::size_t{kKeyTile} * kPanel);
     four_rows = arena.Take<float>(std::size_t{4} * spec.head_dim);
     maximum = arena.Take<float>(kForwardRows);
@@ -52,7 +55,8 @@ struct Workspace {
   float* query;              // [panel, head_dim, kPanel], scaled
   float* out;                // [panel, v_head_dim, kPanel], not yet normalised
   float* keys;               // [kKeyTile, head_dim]
-  float* values;             // [kKeyTile, v_head_dim]
+  int v_row;                 // from row to row of values
+  float* values;             // [kKeyTile, v_row]
   float* scores;             // [kKeyTile, kPanel]
   float* four_rows;          // queries, widened, on their way to a panel
   float* maximum;            // [row], log2 domain, may lag
@@ -72,6 +76,8 @@ class Block {
         task_(*args.task),
         map_(spec_),
         w_(spec_, args.workspace),
+        k_bytes_(static_cast<int>(RowBytes(task_.kv.dtype, spec_.head_dim))),
+        v_bytes_(static_cast<int>(RowBytes(task_.kv.dtype, spec_.v_head_dim))),
         panels_((args.rows + kPanel - 1) / kPanel) {}
 
   void Run() {
@@ -103,31 +109,31 @@ class Block {
       w_.sum[i] = 0.0f;
     }
     std::memset(w_.out, 0, sizeof(float) * panels_ * kPanel * spec_.v_head_dim);
+    std::memset(w_.values, 0, sizeof(float) * kKeyTile * w_.v_row);  // what is between rows stays
   }
 
   void LoadTile(std::int64_t slot, int keys) {
     for (int j = 0; j < keys; ++j) {
+      if (j + kAhead < keys) {  // rows of one head lie far apart: no hardware fetches them
+        PrefetchRow(task_.kv.KeyRow(slot + j + kAhead, args_.kv_head), k_bytes_);
+        PrefetchRow(task_.kv.ValueRow(slot + j + kAhead, args_.kv_head), v_bytes_);
+      }
       WidenRow(task_.kv.dtype, task_.kv.KeyRow(slot + j, args_.kv_head), spec_.head_dim,
                w_.keys + j * spec_.head_dim);
       WidenRow(task_.kv.dtype, task_.kv.ValueRow(slot + j, args_.kv_head), spec_.v_head_dim,
-               w_.values + j * spec_.v_head_dim);
+               w_.values + j * w_.v_row);
     }
     // A register tile may reach past the last key; its scores are not used.
     const int padded = (keys + kTileRows - 1) / kTileRows * kTileRows;
     std::memset(w_.keys + keys * spec_.head_dim, 0,
                 sizeof(float) * (padded - keys) * spec_.head_dim);
-    const int vector_rows = kLanes <= 8 ? 1 : 2;  // rows that make whole vectors: dim % 8 == 0
-    const int checked = keys / vector_rows * vector_rows;
-    values_finite_ = AllFinite(w_.values, static_cast<std::size_t>(checked) * spec_.v_head_dim);
-    for (int i = checked * spec_.v_head_dim; i < keys * spec_.v_head_dim; ++i) {
-      values_finite_ = values_finite_ && std::isfinite(w_.values[i]);
-    }
+    values_finite_ = AllFinite(w_.values, static_cast<std::size_t>(keys) * w_.v_row);
     if (map_.has_alibi) {
       task_.kv_positions.Fill(slot, {w_.key_position, static_cast<std::size_t>(keys)});
     }
   }
 
-  void AttendTile(int panel, std::int64_t slot, int keys) {
+  HWY_NOINLINE void AttendTile(int panel, std::int64_t slot, int keys) {
     const Reach& reach = panel_reach_[panel];
     const int begin = static_cast<int>(std::clamp<std::int64_t>(reach.first - slot, 0, keys));
     const int end = static_cast<int>(std::clamp<std::int64_t>(reach.last - slot, 0, keys));
@@ -157,10 +163,9 @@ class Block {
     }
     if (full || values_finite_) {
       for (int d = 0; d < spec_.v_head_dim; d += kTileRows) {
-        Multiply<kTileRows, kTileVectors, true>(w_.values + begin * spec_.v_head_dim + d, 1,
-                                                spec_.v_head_dim, w_.scores + begin * kPanel,
-                                                kPanel, static_cast<std::size_t>(end - begin),
-                                                Out(panel) + d * kPanel, kPanel);
+        Multiply<kTileRows, kTileVectors, true>(
+            w_.values + begin * w_.v_row + d, 1, w_.v_row, w_.scores + begin * kPanel, kPanel,
+            static_cast<std::size_t>(end - begin), Out(panel) + d * kPanel, kPanel);
       }
     } else {
       WeighVisible(panel, begin, end);
@@ -271,7 +276,7 @@ class Block {
       for (int j = row_begin; j < row_end; ++j) {
         const float weight = w_.scores[j * kPanel + i];
         for (int d = 0; d < spec_.v_head_dim; ++d) {
-          Out(panel)[d * kPanel + i] += weight * w_.values[j * spec_.v_head_dim + d];
+          Out(panel)[d * kPanel + i] += weight * w_.values[j * w_.v_row + d];
         }
       }
     }
@@ -296,6 +301,8 @@ class Block {
   const AttendTask& task_;
   const ScoreMap map_;
   const Workspace w_;
+  const int k_bytes_;  // of a row
+  const int v_bytes_;
   const int panels_;
   Reach panel_reach_[kPanels];
   bool values_finite_ = true;

@@ -11,27 +11,24 @@ HWY_BEFORE_NAMESPACE();
 namespace treeline::cpu::HWY_NAMESPACE {
 
 KernelTable MakeTable(Isa isa) {
-  return {
-      .isa = isa,
-      .forward_rows = [](const AttentionSpec&, const AttendTask&) noexcept { return kForwardRows; },
-      .forward_workspace = ForwardWorkspace,
-      .forward = Forward,
-      .decode_workspace = DecodeWorkspace,
-      .decode = Decode,
-      .backward_keys = [](const BackwardTask&) noexcept { return kBackwardKeys; },
-      .backward_workspace = BackwardWorkspace,
-      .backward = Backward,
-      .merge = MergeRows,
-      .panel_rows = PanelRows,
-      .pack_panel = PackPanel,
-      .multiply_panel = MultiplyPanel,
-      .refine_row = RefineRow,
-      .dot_rows = DotRows,
-      .rms_norm = RmsNorm,
-      .rotate = Rotate,
-      .swiglu = SwiGlu,
-      .read_probe = ReadProbe,
-      .fma_probe = FmaProbe};
+  return {.isa = isa,
+          .forward_workspace = ForwardWorkspace,
+          .forward = Forward,
+          .decode_workspace = DecodeWorkspace,
+          .decode = Decode,
+          .backward_workspace = BackwardWorkspace,
+          .backward = Backward,
+          .merge = MergeRows,
+          .panel_rows = PanelRows,
+          .pack_panel = PackPanel,
+          .multiply_panel = MultiplyPanel,
+          .refine_row = RefineRow,
+          .dot_rows = DotRows,
+          .rms_norm = RmsNorm,
+          .rotate = Rotate,
+          .swiglu = SwiGlu,
+          .read_probe = ReadProbe,
+          .fma_probe = FmaProbe};
 }
 
 }  // namespace treeline::cpu::HWY_NAMESPACE

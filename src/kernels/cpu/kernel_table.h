@@ -23,10 +23,16 @@ struct ForwardArgs {
   const AttendTask* task;
   int kv_head;
   std::int64_t row_begin;
-  int rows;              // at most forward_rows(spec, task)
+  int rows;              // at most ForwardBlockRows(spec)
   std::byte* workspace;  // forward_workspace(spec) bytes, 64-byte aligned
 };
-inline constexpr int kForwardRows = 192;  // of kernels in f32
+// Query rows of a block. Keys and values are loaded once for all of them, which costs as much as
+// computing where they lie far apart in memory: the more rows the better, as far as the
+// second-level cache and a thread's memory go.
+inline constexpr int kForwardRows = 384;
+inline int ForwardBlockRows(const AttentionSpec& spec) {
+  return spec.head_dim <= 256 && spec.v_head_dim <= 256 ? kForwardRows : kForwardRows / 2;
+}
 // Up to this many query rows share a key head in the decode kernel; more are tiled.
 inline constexpr std::int64_t kDecodeRows = 16;
 
@@ -67,13 +73,13 @@ struct BackwardArgs {
   const BackwardTask* task;
   int kv_head;
   std::int64_t key_begin;
-  int keys;  // at most backward_keys(task)
+  int keys;  // at most kBackwardKeys
   Turns* turns;
   std::uint32_t item;    // this block's number among all blocks
   bool first;            // no earlier item adds to the same rows of dq
   std::byte* workspace;  // backward_workspace(spec) bytes, 64-byte aligned
 };
-inline constexpr int kBackwardKeys = 96;  // of kernels in f32
+inline constexpr int kBackwardKeys = 192;  // likewise, query rows are loaded once for all of them
 
 // target = parts[0] (+) parts[1] (+) … for rows [row_begin, row_end).
 struct MergeArgs {
@@ -155,12 +161,10 @@ struct ProbeArgs {
 // Every entry is non-null.
 struct KernelTable {
   Isa isa;
-  int (*forward_rows)(const AttentionSpec& spec, const AttendTask& task) noexcept;
   std::size_t (*forward_workspace)(const AttentionSpec& spec) noexcept;
   void (*forward)(const ForwardArgs& args) noexcept;
   std::size_t (*decode_workspace)(const AttentionSpec& spec, const DecodeShape& shape) noexcept;
   void (*decode)(const DecodeArgs& args) noexcept;
-  int (*backward_keys)(const BackwardTask& task) noexcept;
   std::size_t (*backward_workspace)(const AttentionSpec& spec) noexcept;
   void (*backward)(const BackwardArgs& args) noexcept;
   void (*merge)(const MergeArgs& args) noexcept;

@@ -232,6 +232,13 @@ HWY_INLINE void PrefetchRow(const std::byte* row, int bytes) {
   for (int i = 0; i < bytes; i += kLine) __builtin_prefetch(row + i, kRead, kSecondLevel);
 }
 
+// Floats from row to row of a tile: an odd number of cache lines, so that a column of rows does not
+// fall into a few sets of the first-level cache.
+inline int RowStride(int dim) {
+  constexpr int kLineFloats = 16;
+  return ((dim + kLineFloats - 1) / kLineFloats | 1) * kLineFloats;
+}
+
 // Hands out 64-byte aligned pieces of a workspace. With a null base it only measures.
 class Arena {
  public:

@@ -22,7 +22,7 @@ HWY_BEFORE_NAMESPACE();
 namespace treeline::cpu::HWY_NAMESPACE {
 namespace {
 
-constexpr int kKeys = kBf16BackwardKeys;
+constexpr int kKeys = kBackwardKeys;
 constexpr int kRows = 128;
 constexpr int kRowGroups = kRows / kSide;
 

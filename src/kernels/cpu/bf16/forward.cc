@@ -26,12 +26,12 @@ namespace {
 constexpr int kKeyTile = 256;
 constexpr int kKeyGroups = kKeyTile / kSide;
 constexpr int kParts = kSide / 2;  // of a step: two rows of softmax each
-constexpr int kMaxStrips = kBf16ForwardRows / kSide;
+constexpr int kMaxStrips = kForwardRows / kSide;
 static_assert(kParts % kKeyGroups == 0);
 
 struct Workspace {
   Workspace(const AttentionSpec& spec, std::byte* base)
-      : Workspace(spec, Bf16ForwardRows(spec), Arena(base)) {}
+      : Workspace(spec, ForwardBlockRows(spec), Arena(base)) {}
   Workspace(const AttentionSpec& spec, std::size_t most, Arena arena) : rows(arena, most) {
     qk_dim = RoundUp(spec.head_dim, kDepth);
     v_dim = RoundUp(spec.v_head_dim, kSide);

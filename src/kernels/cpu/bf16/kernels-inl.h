@@ -10,7 +10,6 @@
 
 #include <hwy/highway.h>
 
-#include <algorithm>
 #include <vector>
 
 #include "kernels/cpu/bf16/product.h"
@@ -21,17 +20,9 @@
 HWY_BEFORE_NAMESPACE();
 namespace treeline::cpu::HWY_NAMESPACE {
 
-// Query rows of a block: keys and values are packed once for all of them, and a thread's memory
-// stays within its limit.
-inline constexpr int kBf16ForwardRows = 384;
-inline int Bf16ForwardRows(const AttentionSpec& spec) {
-  return std::max(spec.head_dim, spec.v_head_dim) <= 256 ? kBf16ForwardRows : kBf16ForwardRows / 2;
-}
 std::size_t Bf16ForwardWorkspace(const AttentionSpec& spec) noexcept;
 void Bf16Forward(const ForwardArgs& args, const bf16::Multiplier& multiplier) noexcept;
 
-// Keys of a block: query rows are packed once for all of them.
-inline constexpr int kBf16BackwardKeys = 256;
 std::size_t Bf16BackwardWorkspace(const AttentionSpec& spec) noexcept;
 void Bf16Backward(const BackwardArgs& args, const bf16::Multiplier& multiplier) noexcept;
 

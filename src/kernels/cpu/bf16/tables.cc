@@ -7,6 +7,8 @@
 // After foreach_target.h.
 #include <hwy/highway.h>
 
+#include <algorithm>
+
 #include "kernels/cpu/bf16/kernels-inl.h"
 #include "kernels/cpu/kernels-inl.h"
 
@@ -21,16 +23,8 @@ bool InBf16(const Task& task) {
   return task.q.dtype == DType::kBF16 && task.kv.dtype == DType::kBF16;
 }
 
-int Rows(const AttentionSpec& spec, const AttendTask& task) noexcept {
-  return InBf16(task) ? Bf16ForwardRows(spec) : kForwardRows;
-}
-
 std::size_t WorkspaceOfForward(const AttentionSpec& spec) noexcept {
   return std::max(ForwardWorkspace(spec), Bf16ForwardWorkspace(spec));
-}
-
-int Keys(const BackwardTask& task) noexcept {
-  return InBf16(task) ? kBf16BackwardKeys : kBackwardKeys;
 }
 
 std::size_t WorkspaceOfBackward(const AttentionSpec& spec) noexcept {
@@ -61,10 +55,8 @@ const bf16::Multiplier* Plain() { return &bf16::PlainMultiplier(); }
 template <const bf16::Multiplier* (*kMultiplier)()>
 KernelTable With(KernelTable table, Isa isa) {
   table.isa = isa;
-  table.forward_rows = Rows;
   table.forward_workspace = WorkspaceOfForward;
   table.forward = ForwardWith<kMultiplier>;
-  table.backward_keys = Keys;
   table.backward_workspace = WorkspaceOfBackward;
   table.backward = BackwardWith<kMultiplier>;
   return table;
