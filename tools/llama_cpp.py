@@ -1,7 +1,7 @@
 """What tools/compare and tools/check-model share: llama.cpp beside Treeline, and texts of some length.
 
 llama.cpp is the one of the package that tools/peers.txt pins, in a virtual environment of its own,
-build/peers. It runs as a server in a process of its own, which ends with the one that started it.
+build/peers/llama.cpp. It runs as a server in a process of its own, which ends with the one that started it.
 """
 
 import array
@@ -10,14 +10,14 @@ import math
 import pathlib
 import struct
 import subprocess
-import sys
 import tempfile
 import urllib.error
 import urllib.request
 
+import peers
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BUILD = ROOT / 'build'
-PEERS = BUILD / 'peers'
 
 
 class LlamaCppError(Exception):
@@ -26,16 +26,10 @@ class LlamaCppError(Exception):
 
 def require():
     """Makes the virtual environment, unless it is there with what is pinned."""
-    pins = ROOT / 'tools/peers.txt'
-    stamp = PEERS / 'pins.txt'
-    if stamp.exists() and stamp.read_text() == pins.read_text():
-        return
-    for command in ([sys.executable, '-m', 'venv', '--clear', PEERS],
-                    [PEERS / 'bin/pip', 'install', '--quiet', '--disable-pip-version-check', '--no-deps',
-                     '--require-hashes', '-r', pins]):
-        if subprocess.run(command).returncode != 0:
-            raise LlamaCppError(f'llama.cpp could not be installed in {PEERS}')
-    stamp.write_text(pins.read_text())
+    try:
+        peers.require('llama.cpp')
+    except peers.PeerInstallError as error:
+        raise LlamaCppError(str(error)) from error
 
 
 # Runs in the virtual environment, until its standard input ends.
@@ -79,7 +73,7 @@ class Server:
         self.folder = pathlib.Path(self._folder.name)
         self._errors = open(self.folder / 'stderr', 'w+')
         self._process = subprocess.Popen(
-            [PEERS / 'bin/python', '-c', SCRIPT, json.dumps(self._options | {'folder': str(self.folder)})],
+            [peers.PLACE / 'llama.cpp/bin/python', '-c', SCRIPT, json.dumps(self._options | {'folder': str(self.folder)})],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True)
         for line in self._process.stdout:
             if line.startswith('ADDRESS '):
@@ -317,9 +311,10 @@ def write_f32(source, target):
 
 def document(count_tokens, most):
     """The project's own documents, cut at the end of a line so that they have `most` tokens or a few
-    less. count_tokens: a function that counts those of a text."""
-    lines = '\n\n'.join(path.read_text(encoding='utf-8')
-                        for path in sorted((ROOT / 'docs').glob('*.md'))).splitlines(keepends=True)
+    less. count_tokens: a function that counts those of a text. docs/results.md is none of them: what
+    is measured would change what is measured next."""
+    lines = '\n\n'.join(path.read_text(encoding='utf-8') for path in sorted((ROOT / 'docs').glob('*.md'))
+                        if path.name != 'results.md').splitlines(keepends=True)
     fits, too_many = 0, len(lines) + 1
     while too_many - fits > 1:
         middle = (fits + too_many) // 2
