@@ -46,8 +46,8 @@ demo: setup  ## a real model answers from a document that is spread over 4 ranks
 test: setup build  ## all tests, with a summary by label
 	$(call run_tests,release,build)
 
-compare: setup build  ## a real model, by turns with llama.cpp in an environment of its own
-	tools/compare --json build/compare.json
+compare: setup build  ## kernels, ranks and models, by turns with their peers; writes docs/results.md
+	tools/compare --markdown docs/results.md
 
 bench: setup build  ## kernels against limits measured in the same run; also build/bench.json
 	build/bin/treeline bench kernel --json build/bench.json

@@ -13,6 +13,9 @@ class PeerInstallError(Exception):
     """A peer could not be installed; the message says which."""
 
 
+_failed = {}  # groups that this process has tried to install, and the errors
+
+
 def requirements(text, group):
     """The lines of a group in the text of tools/peers.txt, as pip reads them."""
     words = (line.split(maxsplit=1) for line in text.splitlines() if not line.startswith('#'))
@@ -25,24 +28,32 @@ def versions(text, group):
 
 
 def require(group):
-    """The Python of a group's environment, which is made unless it is there with what is pinned."""
+    """The Python of a group's environment, which is made unless it is there with what is pinned. What
+    could not be installed is not tried again."""
     place = PLACE / group
     lines = requirements(PINS.read_text(encoding='utf-8'), group)
     wanted = ''.join(line + '\n' for line in lines)
     stamp = place / 'pins.txt'
-    python = place / 'bin/python'
-    if stamp.exists() and stamp.read_text(encoding='utf-8') == wanted:
-        return python
-    print(f'peers: installing {group} ({len(lines)} packages) in {place.relative_to(ROOT)}', file=sys.stderr, flush=True)
-    if subprocess.run([sys.executable, '-m', 'venv', '--clear', place]).returncode == 0:
-        # Not the stamp: that is written when all is installed.
-        pins = place / 'wanted.txt'
-        pins.write_text(wanted, encoding='utf-8')
-        # On a terminal pip shows how far it is, since this can be gigabytes.
-        quiet = [] if sys.stderr.isatty() and len(lines) > 10 else ['--quiet']
-        pip = [python, '-m', 'pip', 'install', *quiet, '--disable-pip-version-check', '--no-deps',
-               '--require-hashes', '-r', pins]
-        if subprocess.run(pip, stdout=sys.stderr).returncode == 0:
-            pins.replace(stamp)
-            return python
-    raise PeerInstallError(f'{group} could not be installed in {place}')
+    if not stamp.exists() or stamp.read_text(encoding='utf-8') != wanted:
+        if group in _failed:
+            raise _failed[group]
+        print(f'peers: installing {group} ({len(lines)} packages) in {place.relative_to(ROOT)}', file=sys.stderr,
+              flush=True)
+        if not _install(place, wanted):
+            _failed[group] = PeerInstallError(f'{group} could not be installed')
+            raise _failed[group]
+        stamp.write_text(wanted, encoding='utf-8')
+    return place / 'bin/python'
+
+
+def _install(place, wanted):
+    """Makes an environment anew. Whether all went well; if not, it is said on standard error."""
+    if subprocess.run([sys.executable, '-m', 'venv', '--clear', place]).returncode != 0:
+        return False
+    pins = place / 'wanted.txt'
+    pins.write_text(wanted, encoding='utf-8')
+    # On a terminal pip shows how far it is with many packages, since those can be gigabytes.
+    quiet = [] if sys.stderr.isatty() and wanted.count('\n') > 10 else ['--quiet']
+    pip = [place / 'bin/python', '-m', 'pip', 'install', *quiet, '--disable-pip-version-check', '--no-deps',
+           '--require-hashes', '-r', pins]
+    return subprocess.run(pip, stdout=sys.stderr).returncode == 0
