@@ -6,6 +6,10 @@ import statistics
 
 # Times the peer's rate, by the key of a row: everywhere, or with AMX and without.
 AIMS = {
+    'kernels decode bf16 65536': 2.0,
+    'kernels forward bf16 8192': 1.7,
+    'kernels backward bf16 4096': 3.5,
+    'ranks tree 16384': 5.0,
     'short decode best': 1.0,
     'long 7000 prefill best': (6.0, 2.0),
     'long 7000 decode best': (3.5, 3.0),

@@ -3,6 +3,8 @@
 HEADER = ('what', 'Treeline', 'peer', 'ratio', 'aim', 'limit', 'of limit')
 
 TITLES = {
+    'kernels': 'Attention on one device',
+    'ranks': 'Decoding over two processes',
     'short': 'SmolLM2 after a short prompt',
     'long': 'SmolLM2 after long prompts',
     '8b': "Four layers of Llama-3.1-8B's shape",
