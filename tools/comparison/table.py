@@ -9,6 +9,7 @@ TITLES = {
     'long': 'SmolLM2 after long prompts',
     '8b': "Four layers of Llama-3.1-8B's shape",
     'hosts': 'Four hosts',
+    'engines': 'Other engines',
 }
 
 
