@@ -208,8 +208,9 @@ void Run(Options options) {
     }
   }
   Validate(AttentionSpec::Make(options.heads, options.kv_heads, options.head_dim));
-  const std::vector<RankCase> cases = MakeCases(options);
   const Isa isa = DefaultIsa();
+  if (options.dtypes.empty()) options.dtypes = {isa == Isa::kAmx ? "bf16" : "f32"};
+  const std::vector<RankCase> cases = MakeCases(options);
   const Machine machine = DescribeMachine();
   const int most = *std::max_element(options.ranks.begin(), options.ranks.end());
   ThreadPool pool(std::min(RanksHere(most) * options.threads, machine.cores));
@@ -274,7 +275,10 @@ CLI::App* AddCommand(CLI::App& bench, const char* name, const char* what,
       ->check(CLI::IsMember({"contiguous", "striped", "zigzag"}))
       ->capture_default_str()
       ->type_name("LIST");
-  command->add_option("--dtype", options->dtypes, "Types of K and V")
+  command
+      ->add_option("--dtype", options->dtypes,
+                   options->dtypes.empty() ? "Types of K and V (default: f32; bf16 with AMX)"
+                                           : "Types of K and V")
       ->delimiter(',')
       ->check(CLI::IsMember({"f32", "bf16", "f16", "q8_0"}))
       ->capture_default_str()
@@ -314,7 +318,6 @@ void AddRing(CLI::App& bench, RankWork work, const char* name, const char* what)
   options->schedules = {"ring-kv"};
   options->layouts = {"contiguous", "striped", "zigzag"};
   options->contexts = {16384};
-  options->dtypes = {"f32"};
   options->heads = 8;
   options->kv_heads = 8;
   options->repeats = 3;  // a step takes many seconds

@@ -5,6 +5,7 @@
 #include <random>
 
 #include "cli/deal.h"
+#include "cli/limits.h"
 #include "kernels/cpu/kernel_table.h"
 #include "treeline/reference.h"
 
@@ -68,6 +69,10 @@ std::string_view Name(Kernel kernel) {
 Arithmetic ArithmeticOf(Isa isa, DType q, DType kv) {
   return ComputesInBf16(isa) && q == DType::kBF16 && kv == DType::kBF16 ? Arithmetic::kBf16
                                                                         : Arithmetic::kF32;
+}
+
+double Peak(const Context& context, Arithmetic arithmetic) {
+  return arithmetic == Arithmetic::kBf16 ? Bf16Peak(context) : FmaPeak(context);
 }
 
 double Bound(Kernel kernel, Arithmetic arithmetic) {

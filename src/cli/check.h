@@ -19,6 +19,9 @@ enum class Arithmetic : std::uint8_t { kF32, kBf16 };
 // Of a task with such queries and keys, by everything but decoding.
 Arithmetic ArithmeticOf(Isa isa, DType q, DType kv);
 
+// What the machine can do of it at most, in operations a second; see limits.h.
+double Peak(const Context& context, Arithmetic arithmetic);
+
 // The largest error against the oracle that a kernel may have; see docs/numerics.md. That of a
 // merge is of what it merges, too.
 double Bound(Kernel kernel, Arithmetic arithmetic = Arithmetic::kF32);

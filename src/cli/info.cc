@@ -98,6 +98,10 @@ void RunInfo(const InfoOptions& options) {
                 limits.read_gbps, options.threads);
     std::printf("FMA peak          %.1f GFLOP/s (%d threads, f32)\n", limits.fma_gflops,
                 options.threads);
+    if (limits.bf16_gflops > 0.0) {
+      std::printf("bf16 peak         %.1f GFLOP/s (%d threads)\n", limits.bf16_gflops,
+                  options.threads);
+    }
     if (options.comm) PrintRanks(comm);
   }
   nlohmann::ordered_json json{{"machine", ToJson(machine, *context.isa)},

@@ -5,6 +5,7 @@
 #include <chrono>
 
 #include "backend/cpu/parallel.h"
+#include "kernels/cpu/bf16/product.h"
 #include "kernels/cpu/kernel_table.h"
 
 namespace treeline::cli {
@@ -60,6 +61,47 @@ double FmaPeak(const Context& context) {
   double total = 0.0;
   for (double n : operations) total += n;
   return total / seconds;
+}
+
+double Bf16Peak(const Context& context) {
+  using cpu::bf16::kDepth;
+  using cpu::bf16::kSide;
+  using cpu::bf16::kTileSize;
+  const cpu::bf16::Multiplier* multiplier = cpu::TableFor(context).multiplier;
+  if (multiplier == nullptr) return 0.0;
+  constexpr int kSteps = 8;      // both sides together are 32 KB
+  constexpr int kProducts = 16;  // between looks at the clock
+  constexpr double kOperations = 2.0 * kSide * kSide * kDepth * kSteps * kProducts;
+  std::vector<double> rates(static_cast<std::size_t>(cpu::Threads(context)));
+  OnAllThreads(context, [&](int thread) {
+    alignas(64) std::uint16_t a[kSteps * kSide * kDepth] = {};
+    alignas(64) std::uint16_t b[kSteps * 2 * kTileSize] = {};
+    alignas(64) float c[kSide * kSide] = {};
+    const auto multiply = [&] {
+      for (int i = 0; i < kProducts; ++i) {
+        multiplier->multiply({.a = a,
+                              .a_row = kDepth,
+                              .a_step = kSide * kDepth,
+                              .b = b,
+                              .b_column = kTileSize,
+                              .b_step = 2 * kTileSize,
+                              .steps = kSteps,
+                              .c = c,
+                              .c_row = kSide,
+                              .add = true});
+      }
+    };
+    constexpr double kSeconds = 5e-3;
+    double seconds = 0.0;
+    int rounds = 0;
+    multiplier->begin();
+    for (; seconds < kSeconds; ++rounds) seconds += TimeOnce(multiply);
+    multiplier->end();
+    rates[static_cast<std::size_t>(thread)] = kOperations * rounds / seconds;
+  });
+  double total = 0.0;
+  for (double rate : rates) total += rate;
+  return total;
 }
 
 }  // namespace treeline::cli

@@ -20,4 +20,7 @@ double ReadBandwidth(const Context& context, const std::byte* data, std::size_t 
 // registers. Takes a few milliseconds.
 double FmaPeak(const Context& context);
 
+// The same of products in bf16, from the first-level cache. 0 if the instruction set has none.
+double Bf16Peak(const Context& context);
+
 }  // namespace treeline::cli

@@ -62,8 +62,10 @@ int Run(int argc, char** argv) {
   program.set_version_flag("--version", "treeline " + treeline::cli::DescribeMachine().version);
   program.set_help_all_flag("--help-all", "Print the help of every command");
   program.footer(
-      "The environment variable TREELINE_ISA forces an instruction set: scalar, sse4, avx2, avx512 "
-      "or neon.\nExit codes: 0 success, 1 failure, 2 usage, 3 communication, 4 bad file.");
+      "The environment variable TREELINE_ISA forces an instruction set: scalar, sse4, avx2, "
+      "avx512, "
+      "avx512-bf16, amx\nor neon.\nExit codes: 0 success, 1 failure, 2 usage, 3 communication, 4 "
+      "bad file.");
   treeline::cli::AddModel(program);
   treeline::cli::AddGenerate(program);
   treeline::cli::AddChat(program);

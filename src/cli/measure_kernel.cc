@@ -111,7 +111,7 @@ Measurement MeasureAttend(const BenchCase& c, int repeats, std::uint64_t seed, C
              : 2.0 * static_cast<double>(problem.pairs()) * (spec.head_dim + spec.v_head_dim);
   const auto limit = [&] {
     return decode ? ReadBandwidth(context, problem.kv_memory().data(), problem.kv_memory().size())
-                  : FmaPeak(context);
+                  : Peak(context, ArithmeticOf(*context.isa, QueryType(c), c.dtype));
   };
   Measurement m = Measure(repeats, work, limit, [&] { Attend(spec, problem.tasks(), context); });
   VerifyRows(problem, m);
@@ -138,7 +138,8 @@ Measurement MeasureBackward(const BenchCase& c, int repeats, std::uint64_t seed,
       2.0 * static_cast<double>(problem.pairs()) * (3.0 * spec.head_dim + 2.0 * spec.v_head_dim);
   const std::vector<BackwardTask>* tasks = nullptr;
   Measurement m = Measure(
-      repeats, work, [&] { return FmaPeak(context); },
+      repeats, work,
+      [&] { return Peak(context, ArithmeticOf(*context.isa, QueryType(c), c.dtype)); },
       [&] {
         if (tasks == nullptr) tasks = &problem.MakeBackward();
         AttendBackward(spec, *tasks, context);

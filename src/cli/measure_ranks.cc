@@ -349,8 +349,8 @@ RankMeasurement MeasureRing(const RankCase& c, const RankTiming& timing) {
   const Context everything{.pool = &all_threads};
   RankMeasurement m;
   m.schedule = c.schedule;
-  m.bound = Bound(train ? Kernel::kBackward : Kernel::kForward,
-                  ArithmeticOf(DefaultIsa(), problem.shape().q_dtype, c.dtype));
+  const Arithmetic arithmetic = ArithmeticOf(DefaultIsa(), problem.shape().q_dtype, c.dtype);
+  m.bound = Bound(train ? Kernel::kBackward : Kernel::kForward, arithmetic);
   m.work = 2.0 * static_cast<double>(problem.pairs()) * (spec.head_dim + spec.v_head_dim);
   if (train) {
     m.work +=
@@ -445,7 +445,7 @@ RankMeasurement MeasureRing(const RankCase& c, const RankTiming& timing) {
     counted.peaks[Index(rank)] = tracker.peak();
     counted.pairs[Index(rank)] = backend.pairs() - pairs;
     Time(
-        comm, timing, 1, [&] { return FmaPeak(everything); }, step, m);
+        comm, timing, 1, [&] { return Peak(everything, arithmetic); }, step, m);
     if (timing.overlap && c.ranks > 1) {
       const Overlap overlap = MeasureOverlap(comm, timing.repeats, step_by);
       if (rank == 0) m.overlap = overlap;

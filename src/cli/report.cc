@@ -21,13 +21,16 @@ Limits MeasureLimits(const Context& context, const std::function<void()>& pause)
   const HugeBuffer buffer(kReadBytes, pause);
   std::vector<double> read;
   std::vector<double> fma;
+  std::vector<double> bf16;
   for (int i = 0; i < kRepeats; ++i) {
     pause();
     read.push_back(ReadBandwidth(context, buffer.data(), buffer.size()));
     pause();
     fma.push_back(FmaPeak(context));
+    bf16.push_back(Bf16Peak(context));
   }
-  return {Median(read) / 1e9, Median(fma) / 1e9};
+  return {Median(read) / 1e9, Median(fma) / 1e9, Median(bf16) / 1e9,
+          context.isa ? *context.isa : DefaultIsa()};
 }
 
 Limits MeasureLimitsAlone(const Context& context, const std::function<void()>& pause) {
@@ -50,8 +53,13 @@ nlohmann::ordered_json ToJson(const Machine& machine, Isa isa) {
 }
 
 nlohmann::ordered_json ToJson(const Limits& limits) {
-  return {
-      {"read_gbps", limits.read_gbps}, {"fma_gflops", limits.fma_gflops}, {"amx_gflops", nullptr}};
+  nlohmann::ordered_json json{{"read_gbps", limits.read_gbps},
+                              {"fma_gflops", limits.fma_gflops},
+                              {"bf16_gflops", nullptr},
+                              {"amx_gflops", nullptr}};
+  if (limits.bf16_gflops > 0.0) json["bf16_gflops"] = limits.bf16_gflops;
+  if (limits.isa == Isa::kAmx) json["amx_gflops"] = limits.bf16_gflops;
+  return json;
 }
 
 }  // namespace treeline::cli

@@ -10,8 +10,10 @@ namespace treeline::cli {
 
 // What the machine can do at most, with the context's threads and instruction set.
 struct Limits {
-  double read_gbps = 0.0;   // four streams a thread, over 512 MiB
-  double fma_gflops = 0.0;  // f32 multiply-adds in registers
+  double read_gbps = 0.0;    // four streams a thread, over 512 MiB
+  double fma_gflops = 0.0;   // f32 multiply-adds in registers
+  double bf16_gflops = 0.0;  // products in bf16; 0 if there are none
+  Isa isa = Isa::kScalar;    // that does them
 };
 Limits MeasureLimits(
     const Context& context, const std::function<void()>& pause = [] {});

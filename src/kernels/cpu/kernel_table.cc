@@ -12,6 +12,7 @@ namespace treeline::cpu::HWY_NAMESPACE {
 
 KernelTable MakeTable(Isa isa) {
   return {.isa = isa,
+          .multiplier = nullptr,
           .forward_workspace = ForwardWorkspace,
           .forward = Forward,
           .decode_workspace = DecodeWorkspace,

@@ -16,6 +16,9 @@
 namespace treeline::cpu {
 
 class Turns;
+namespace bf16 {
+struct Multiplier;
+}
 
 // A block of a key head's query rows over all keys that they see.
 struct ForwardArgs {
@@ -158,9 +161,10 @@ struct ProbeArgs {
   std::size_t iterations;  // of `fma_probe`
 };
 
-// Every entry is non-null.
+// Every entry but `multiplier` is non-null.
 struct KernelTable {
   Isa isa;
+  const bf16::Multiplier* multiplier;  // null if everything is computed in f32
   std::size_t (*forward_workspace)(const AttentionSpec& spec) noexcept;
   void (*forward)(const ForwardArgs& args) noexcept;
   std::size_t (*decode_workspace)(const AttentionSpec& spec, const DecodeShape& shape) noexcept;

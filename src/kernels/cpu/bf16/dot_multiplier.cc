@@ -6,6 +6,8 @@
 
 #include <immintrin.h>
 
+#include <cstring>
+
 namespace treeline::cpu::bf16 {
 namespace {
 
@@ -33,8 +35,9 @@ TREELINE_DOT inline void MultiplyRows(const Product& p, int first) noexcept {
       const auto right = reinterpret_cast<__m512bh>(_mm512_loadu_si512(row + p.b_column));
 #pragma GCC unroll 12
       for (int r = 0; r < kRows; ++r) {
-        const auto pair = reinterpret_cast<__m512bh>(_mm512_castps_si512(
-            _mm512_set1_ps(*reinterpret_cast<const float*>(a + r * p.a_row + 2 * k))));
+        std::int32_t bits;
+        std::memcpy(&bits, a + r * p.a_row + 2 * k, sizeof(bits));
+        const auto pair = reinterpret_cast<__m512bh>(_mm512_set1_epi32(bits));
         sum[r][0] = _mm512_dpbf16_ps(sum[r][0], pair, left);
         sum[r][1] = _mm512_dpbf16_ps(sum[r][1], pair, right);
       }

@@ -55,6 +55,7 @@ const bf16::Multiplier* Plain() { return &bf16::PlainMultiplier(); }
 template <const bf16::Multiplier* (*kMultiplier)()>
 KernelTable With(KernelTable table, Isa isa) {
   table.isa = isa;
+  table.multiplier = kMultiplier();
   table.forward_workspace = WorkspaceOfForward;
   table.forward = ForwardWith<kMultiplier>;
   table.backward_workspace = WorkspaceOfBackward;
