@@ -28,7 +28,8 @@ std::string_view Name(Isa isa);
 // computed in f32 on every instruction set.
 bool ComputesInBf16(Isa isa);
 
-// Those that this build has and this CPU can run, best last.
+// Those that this build has and this CPU can run, best last. Asks the system, once, for permission
+// to use AMX in all threads of the process.
 const std::vector<Isa>& AttainableIsas();
 
 // Inverse of Name. Throws ArgumentError, listing what there is, if the name is unknown or the

@@ -209,7 +209,7 @@ void Run(Options options) {
   }
   Validate(AttentionSpec::Make(options.heads, options.kv_heads, options.head_dim));
   const Isa isa = DefaultIsa();
-  if (options.dtypes.empty()) options.dtypes = {isa == Isa::kAmx ? "bf16" : "f32"};
+  if (options.dtypes.empty()) options.dtypes = {ComputesInBf16(isa) ? "bf16" : "f32"};
   const std::vector<RankCase> cases = MakeCases(options);
   const Machine machine = DescribeMachine();
   const int most = *std::max_element(options.ranks.begin(), options.ranks.end());
@@ -275,14 +275,15 @@ CLI::App* AddCommand(CLI::App& bench, const char* name, const char* what,
       ->check(CLI::IsMember({"contiguous", "striped", "zigzag"}))
       ->capture_default_str()
       ->type_name("LIST");
-  command
-      ->add_option("--dtype", options->dtypes,
-                   options->dtypes.empty() ? "Types of K and V (default: f32; bf16 with AMX)"
-                                           : "Types of K and V")
-      ->delimiter(',')
-      ->check(CLI::IsMember({"f32", "bf16", "f16", "q8_0"}))
-      ->capture_default_str()
-      ->type_name("LIST");
+  CLI::Option* dtype = command->add_option("--dtype", options->dtypes, "Types of K and V")
+                           ->delimiter(',')
+                           ->check(CLI::IsMember({"f32", "bf16", "f16", "q8_0"}))
+                           ->type_name("LIST");
+  if (options->dtypes.empty()) {
+    dtype->description("Types of K and V (default: f32; bf16 where products are)");
+  } else {
+    dtype->capture_default_str();
+  }
   command->add_option("--heads", options->heads, "Query heads")
       ->check(CLI::Range(1, 65536))
       ->capture_default_str()

@@ -66,9 +66,10 @@ std::string_view Name(Kernel kernel) {
   return "?";
 }
 
-Arithmetic ArithmeticOf(Isa isa, DType q, DType kv) {
-  return ComputesInBf16(isa) && q == DType::kBF16 && kv == DType::kBF16 ? Arithmetic::kBf16
-                                                                        : Arithmetic::kF32;
+Arithmetic ArithmeticOf(Kernel kernel, Isa isa, DType q, DType kv) {
+  const bool in_bf16 =
+      kernel != Kernel::kDecode && ComputesInBf16(isa) && q == DType::kBF16 && kv == DType::kBF16;
+  return in_bf16 ? Arithmetic::kBf16 : Arithmetic::kF32;
 }
 
 double Peak(const Context& context, Arithmetic arithmetic) {
@@ -76,7 +77,7 @@ double Peak(const Context& context, Arithmetic arithmetic) {
 }
 
 double Bound(Kernel kernel, Arithmetic arithmetic) {
-  const bool exact = arithmetic == Arithmetic::kF32 || kernel == Kernel::kDecode;
+  const bool exact = arithmetic == Arithmetic::kF32;
   if (kernel == Kernel::kBackward) return exact ? 1e-4 : 2e-2;
   return exact ? 1e-5 : 8e-3;
 }

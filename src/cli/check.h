@@ -16,8 +16,8 @@ std::string_view Name(Kernel kernel);
 // What products of attention are computed in. Sums are f32 in both.
 enum class Arithmetic : std::uint8_t { kF32, kBf16 };
 
-// Of a task with such queries and keys, by everything but decoding.
-Arithmetic ArithmeticOf(Isa isa, DType q, DType kv);
+// Of a kernel on such queries and keys. What a merge merges counts as computed by forward.
+Arithmetic ArithmeticOf(Kernel kernel, Isa isa, DType q, DType kv);
 
 // What the machine can do of it at most, in operations a second; see limits.h.
 double Peak(const Context& context, Arithmetic arithmetic);

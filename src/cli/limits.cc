@@ -69,13 +69,15 @@ double Bf16Peak(const Context& context) {
   using cpu::bf16::kTileSize;
   const cpu::bf16::Multiplier* multiplier = cpu::TableFor(context).multiplier;
   if (multiplier == nullptr) return 0.0;
-  constexpr int kSteps = 8;      // both sides together are 32 KB
+  constexpr int kSteps = 4;      // both sides and the sums fit into 32 KB
   constexpr int kProducts = 16;  // between looks at the clock
   constexpr double kOperations = 2.0 * kSide * kSide * kDepth * kSteps * kProducts;
   std::vector<double> rates(static_cast<std::size_t>(cpu::Threads(context)));
   OnAllThreads(context, [&](int thread) {
-    alignas(64) std::uint16_t a[kSteps * kSide * kDepth] = {};
-    alignas(64) std::uint16_t b[kSteps * 2 * kTileSize] = {};
+    alignas(64) std::uint16_t a[kSteps * kSide * kDepth];
+    alignas(64) std::uint16_t b[kSteps * 2 * kTileSize];
+    std::fill(std::begin(a), std::end(a), std::uint16_t{0x3F80});  // ones: zeros may be faster
+    std::fill(std::begin(b), std::end(b), std::uint16_t{0x3F80});
     alignas(64) float c[kSide * kSide] = {};
     const auto multiply = [&] {
       for (int i = 0; i < kProducts; ++i) {

@@ -111,7 +111,7 @@ Measurement MeasureAttend(const BenchCase& c, int repeats, std::uint64_t seed, C
              : 2.0 * static_cast<double>(problem.pairs()) * (spec.head_dim + spec.v_head_dim);
   const auto limit = [&] {
     return decode ? ReadBandwidth(context, problem.kv_memory().data(), problem.kv_memory().size())
-                  : Peak(context, ArithmeticOf(*context.isa, QueryType(c), c.dtype));
+                  : Peak(context, ArithmeticOf(c.kernel, *context.isa, QueryType(c), c.dtype));
   };
   Measurement m = Measure(repeats, work, limit, [&] { Attend(spec, problem.tasks(), context); });
   VerifyRows(problem, m);
@@ -139,7 +139,7 @@ Measurement MeasureBackward(const BenchCase& c, int repeats, std::uint64_t seed,
   const std::vector<BackwardTask>* tasks = nullptr;
   Measurement m = Measure(
       repeats, work,
-      [&] { return Peak(context, ArithmeticOf(*context.isa, QueryType(c), c.dtype)); },
+      [&] { return Peak(context, ArithmeticOf(c.kernel, *context.isa, QueryType(c), c.dtype)); },
       [&] {
         if (tasks == nullptr) tasks = &problem.MakeBackward();
         AttendBackward(spec, *tasks, context);
@@ -213,7 +213,7 @@ Measurement MeasureCase(const BenchCase& c, int repeats, std::uint64_t seed, Thr
   }
   m.bound = c.kernel == Kernel::kMerge
                 ? Bound(c.kernel)
-                : Bound(c.kernel, ArithmeticOf(*context.isa, QueryType(c), c.dtype));
+                : Bound(c.kernel, ArithmeticOf(c.kernel, *context.isa, QueryType(c), c.dtype));
   return m;
 }
 

@@ -349,8 +349,10 @@ RankMeasurement MeasureRing(const RankCase& c, const RankTiming& timing) {
   const Context everything{.pool = &all_threads};
   RankMeasurement m;
   m.schedule = c.schedule;
-  const Arithmetic arithmetic = ArithmeticOf(DefaultIsa(), problem.shape().q_dtype, c.dtype);
-  m.bound = Bound(train ? Kernel::kBackward : Kernel::kForward, arithmetic);
+  const Kernel kernel = train ? Kernel::kBackward : Kernel::kForward;
+  const Arithmetic arithmetic =
+      ArithmeticOf(kernel, DefaultIsa(), problem.shape().q_dtype, c.dtype);
+  m.bound = Bound(kernel, arithmetic);
   m.work = 2.0 * static_cast<double>(problem.pairs()) * (spec.head_dim + spec.v_head_dim);
   if (train) {
     m.work +=

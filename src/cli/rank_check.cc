@@ -126,13 +126,13 @@ struct RankProblem::Impl {
     return expected;
   }
 
-  // Runs body(rank's communicator, resources) on every rank and fills in what it counted, and the
-  // parts of `results` that ranks have filled in.
   double BoundOf(Kernel kernel, Isa isa) const {
     const ProblemShape& shape = problem.shape();
-    return Bound(kernel, ArithmeticOf(isa, shape.q_dtype, shape.kv_dtype));
+    return Bound(kernel, ArithmeticOf(kernel, isa, shape.q_dtype, shape.kv_dtype));
   }
 
+  // Runs body(rank's communicator, resources) on every rank and fills in what it counted, and the
+  // parts of `results` that ranks have filled in.
   template <class Body>
   RankReport Run(const RankSetup& setup, std::span<const std::span<float>> results, float unwritten,
                  const Body& body) {

@@ -49,8 +49,9 @@ void RunVerify(const VerifyOptions& options) {
         const Errors errors = checker.Run({.pool = &pool, .isa = isa});
         for (std::size_t k = 0; k < kKernels; ++k) {
           if (errors[k] < 0.0) continue;
-          Worst& w =
-              worst[{isa, k, ArithmeticOf(isa, random.shape.q_dtype, random.shape.kv_dtype)}];
+          Worst& w = worst[{isa, k,
+                            ArithmeticOf(static_cast<Kernel>(k), isa, random.shape.q_dtype,
+                                         random.shape.kv_dtype)}];
           ++w.cases;
           if (errors[k] > w.error) {
             w.error = errors[k];

@@ -1,6 +1,5 @@
 // deny_tiles COMMAND …: runs a command that the system denies the tiles of AMX, as containers may.
 
-#include <linux/audit.h>
 #include <linux/filter.h>
 #include <linux/seccomp.h>
 #include <sys/prctl.h>

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <vector>
@@ -86,8 +87,13 @@ TEST(Bf16Product, ByTiles) {
   ExpectRight(*AmxMultiplier());
 }
 
-TEST(Bf16Product, WithoutTilesThereIsAReason) {
-  EXPECT_EQ(AmxMultiplier() == nullptr, WhyNoAmx() != nullptr);
+// What multiplies is what is listed: on machines with AVX-512, which all that have tiles are.
+TEST(Bf16Product, IsAttainableWhereItMultiplies) {
+  const std::vector<Isa>& isas = AttainableIsas();
+  const auto has = [&](Isa isa) { return std::find(isas.begin(), isas.end(), isa) != isas.end(); };
+  EXPECT_EQ(has(Isa::kAmx), AmxMultiplier() != nullptr && has(Isa::kAvx512));
+  EXPECT_EQ(has(Isa::kAvx512Bf16), DotMultiplier() != nullptr && has(Isa::kAvx512));
+  EXPECT_FALSE(has(Isa::kPlainBf16));
 }
 
 }  // namespace

@@ -75,7 +75,21 @@ class Attention {
   // Query rows that share a key head.
   std::int64_t Rows(const AttendTask& task) const { return task.q.tokens * spec_.group(); }
 
+  // As many rows as a kernel takes at once, or fewer, so that there is work for all threads.
+  void ChooseBlockRows() {
+    constexpr std::int64_t kLeast = 96;
+    const auto blocks = [&] {
+      std::int64_t count = 0;
+      for (const AttendTask& task : tasks_) {
+        if (Rows(task) > kDecodeRows) count += (Rows(task) + block_rows_ - 1) / block_rows_;
+      }
+      return count * spec_.kv_heads;
+    };
+    while (block_rows_ > kLeast && blocks() < std::int64_t{2} * Threads(context_)) block_rows_ /= 2;
+  }
+
   void MakePlans() {
+    ChooseBlockRows();
     plans_.resize(tasks_.size());
     std::int64_t total_slots = 0;
     for (std::size_t i = 0; i < tasks_.size(); ++i) {
@@ -203,7 +217,7 @@ class Attention {
   const std::span<const AttendTask> tasks_;
   const Context& context_;
   const KernelTable& table_;
-  const std::int64_t block_rows_;  // of forward
+  std::int64_t block_rows_;  // of forward
   std::vector<Plan> plans_;
   std::int64_t items_ = 0;
   std::size_t workspace_bytes_ = 0;

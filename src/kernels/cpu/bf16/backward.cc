@@ -25,6 +25,7 @@ namespace {
 constexpr int kKeys = kBackwardKeys;
 constexpr int kRows = 128;
 constexpr int kRowGroups = kRows / kSide;
+static_assert(kSide == kDepth && kKeys % kSide == 0);  // dims are padded to both
 
 struct Workspace {
   Workspace(const AttentionSpec& spec, std::byte* base) : Workspace(spec, Arena(base)) {}
@@ -169,11 +170,15 @@ class Block {
       const auto [token, head] = RowAt(first + i);
       q[i] = reinterpret_cast<const Bits*>(task_.q.Row(token, head));
       d_out[i] = w_.d_out + i * w_.v_dim;
-      const auto* gradient = reinterpret_cast<const float*>(task_.d_out.Row(token, head));
       const auto* out = reinterpret_cast<const float*>(task_.out.Row(token, head));
-      RoundRow(gradient, spec_.v_head_dim, w_.d_out + i * w_.v_dim);
+      RoundRow(reinterpret_cast<const float*>(task_.d_out.Row(token, head)), spec_.v_head_dim,
+               w_.d_out + i * w_.v_dim);
+      // dP is computed with the rounded row; its product with out must be, too, or the two would
+      // not cancel where a row has one key.
+      WidenRow(DType::kBF16, reinterpret_cast<const std::byte*>(d_out[i]), spec_.v_head_dim,
+               w_.wide);
       finite += w_.rows.Set(spec_, task_, args_.kv_head, first + i, i,
-                            Dot(gradient, out, spec_.v_head_dim));
+                            Dot(w_.wide, out, spec_.v_head_dim));
       rows_finite_ = rows_finite_ && AllFiniteBits(q[i], spec_.head_dim) &&
                      AllFiniteBits(d_out[i], spec_.v_head_dim);
     }

@@ -27,7 +27,7 @@ constexpr int kKeyTile = 256;
 constexpr int kKeyGroups = kKeyTile / kSide;
 constexpr int kParts = kSide / 2;  // of a step: two rows of softmax each
 constexpr int kMaxStrips = kForwardRows / kSide;
-static_assert(kParts % kKeyGroups == 0);
+static_assert(kParts % kKeyGroups == 0 && kForwardRows / 2 % kSide == 0);
 
 struct Workspace {
   Workspace(const AttentionSpec& spec, std::byte* base)

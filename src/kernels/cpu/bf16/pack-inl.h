@@ -29,8 +29,8 @@ using D16 = hn::Repartition<Bits, DF>;
 
 inline int RoundUp(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-// The upper half of each lane is x in bf16, halves rounded away from zero. A NaN stays one,
-// whatever its bits are.
+// The upper half of each lane is x in bf16, halves rounded away from zero. A NaN stays one, unless
+// it is a signalling one that no arithmetic has touched.
 HWY_INLINE hn::Vec<DU> RoundUpperHalf(VF x) {
   const DU du;
   const auto bits = hn::BitCast(du, x);
