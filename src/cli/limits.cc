@@ -83,10 +83,10 @@ double Bf16Peak(const Context& context) {
       for (int i = 0; i < kProducts; ++i) {
         multiplier->multiply({.a = a,
                               .a_row = kDepth,
-                              .a_step = kSide * kDepth,
+                              .a_step = std::int64_t{kSide} * kDepth,
                               .b = b,
                               .b_column = kTileSize,
-                              .b_step = 2 * kTileSize,
+                              .b_step = std::int64_t{2} * kTileSize,
                               .steps = kSteps,
                               .c = c,
                               .c_row = kSide,
