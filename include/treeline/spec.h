@@ -28,6 +28,12 @@ struct AttentionSpec {
   // [heads], or empty. A sink is one more score per row, with no value. It belongs to the whole
   // sequence: Attend leaves it out, ApplySinks adds it once.
   std::vector<float> sinks;
+  // Queries, keys and values of many tokens may be rounded to bf16 on CPUs that multiply in it, and
+  // be computed as such are; the backward pass rounds none.
+  bool bf16_forward = false;
+  // Queries that meet q8_0 keys in decoding may be rounded to 8 bits, 32 with a scale each: faster
+  // on CPUs that multiply such numbers, less exact; see docs/numerics.md.
+  bool int8_queries = false;
 
   // The usual spec of a head shape: scale = 1 / sqrt(head_dim), v_head_dim = head_dim.
   static AttentionSpec Make(int heads, int kv_heads, int head_dim);

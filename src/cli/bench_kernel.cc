@@ -27,6 +27,8 @@ const BenchCase kCases[] = {
     {Kernel::kDecode, DType::kF32, Storage::kPaged, 65536, 32, 8, 128, 1, "Llama-3.1-8B"},
     {Kernel::kDecode, DType::kQ8_0, Storage::kDense, 65536, 32, 8, 128, 4, "Llama-3.1-8B"},
     {Kernel::kDecode, DType::kQ8_0, Storage::kPaged, 65536, 32, 8, 128, 4, "Llama-3.1-8B"},
+    {Kernel::kDecode, DType::kQ8_0, Storage::kPaged, 65536, 32, 8, 128, 4,
+     "Llama-3.1-8B, int8 queries", true},
     {Kernel::kDecode, DType::kBF16, Storage::kPaged, 8192, 9, 3, 64, 90, "SmolLM2, 90 layers"},
     {Kernel::kDecode, DType::kBF16, Storage::kPaged, 65536, 32, 8, 64, 4, ""},
     {Kernel::kDecode, DType::kBF16, Storage::kPaged, 65536, 32, 8, 80, 4, ""},
@@ -64,6 +66,7 @@ struct BenchOptions {
   int kv_heads = 0;
   int head_dim = 0;
   int batch = 0;
+  bool int8_queries = false;
   int threads = 1;
   int repeats = 7;
   bool quick = false;
@@ -85,7 +88,7 @@ std::vector<BenchCase> SelectCases(const BenchOptions& options) {
   const std::span<const BenchCase> all =
       options.quick ? std::span<const BenchCase>(kQuickCases) : std::span<const BenchCase>(kCases);
   const bool custom = options.heads > 0 || options.kv_heads > 0 || options.head_dim > 0 ||
-                      !options.contexts.empty() || options.batch > 0;
+                      !options.contexts.empty() || options.batch > 0 || options.int8_queries;
   std::vector<BenchCase> selected;
   for (const BenchCase& c : all) {
     if (!Selected(options.kernels, std::string(Name(c.kernel)))) continue;
@@ -112,6 +115,8 @@ std::vector<BenchCase> SelectCases(const BenchOptions& options) {
         if (options.kv_heads > 0) custom_case.kv_heads = options.kv_heads;
         if (options.head_dim > 0) custom_case.head_dim = options.head_dim;
         if (options.batch > 0) custom_case.batch = options.batch;
+        custom_case.int8_queries = options.int8_queries && custom_case.dtype == DType::kQ8_0;
+        if (custom_case.int8_queries) custom_case.note = "int8 queries";
         Validate(
             AttentionSpec::Make(custom_case.heads, custom_case.kv_heads, custom_case.head_dim));
         Require(custom_case.dtype != DType::kQ8_0 || c.kernel != Kernel::kBackward,
@@ -139,6 +144,7 @@ nlohmann::ordered_json ToJson(const BenchCase& c, const BenchOptions& options,
           {"head_dim", c.head_dim},
           {"dtype", Name(c.dtype)},
           {"storage", Name(c.storage)},
+          {"int8_queries", c.int8_queries},
           {"isa", Name(DefaultIsa())},
           {"median_us", median * 1e6},
           {"min_us", *std::min_element(m.seconds.begin(), m.seconds.end()) * 1e6},
@@ -244,6 +250,8 @@ void AddBenchKernel(CLI::App& bench) {
   command->add_option("--batch", options->batch, "Sequences; for merge, partials")
       ->check(CLI::Range(1, 65536))
       ->type_name("N");
+  command->add_flag("--int8-queries", options->int8_queries,
+                    "Let queries that meet q8_0 keys be rounded to 8 bits");
   command->add_option("--repeats", options->repeats, "Times each case is measured")
       ->check(CLI::Range(1, 10000))
       ->capture_default_str()

@@ -66,20 +66,48 @@ std::string_view Name(Kernel kernel) {
   return "?";
 }
 
-Arithmetic ArithmeticOf(Kernel kernel, Isa isa, DType q, DType kv) {
-  const bool in_bf16 =
-      kernel != Kernel::kDecode && ComputesInBf16(isa) && q == DType::kBF16 && kv == DType::kBF16;
-  return in_bf16 ? Arithmetic::kBf16 : Arithmetic::kF32;
+std::string_view Name(Arithmetic arithmetic) {
+  switch (arithmetic) {
+    case Arithmetic::kF32:
+      return "f32";
+    case Arithmetic::kBf16:
+      return "bf16";
+    case Arithmetic::kToBf16:
+      return "to bf16";
+    case Arithmetic::kInt8Queries:
+      return "int8";
+  }
+  return "?";
+}
+
+Arithmetic ArithmeticOf(Kernel kernel, Isa isa, const AttentionSpec& spec, DType q, DType kv) {
+  if (spec.int8_queries && kv == DType::kQ8_0 && kernel != Kernel::kForward &&
+      cpu::TableFor(isa).rounds_queries) {
+    return Arithmetic::kInt8Queries;
+  }
+  if (kernel == Kernel::kDecode || !ComputesInBf16(isa)) return Arithmetic::kF32;
+  if (q == DType::kBF16 && kv == DType::kBF16) return Arithmetic::kBf16;
+  return spec.bf16_forward ? Arithmetic::kToBf16 : Arithmetic::kF32;  // gradients depend on results
 }
 
 double Peak(const Context& context, Arithmetic arithmetic) {
-  return arithmetic == Arithmetic::kBf16 ? Bf16Peak(context) : FmaPeak(context);
+  const bool in_bf16 = arithmetic == Arithmetic::kBf16 || arithmetic == Arithmetic::kToBf16;
+  return in_bf16 ? Bf16Peak(context) : FmaPeak(context);
 }
 
 double Bound(Kernel kernel, Arithmetic arithmetic) {
-  const bool exact = arithmetic == Arithmetic::kF32;
-  if (kernel == Kernel::kBackward) return exact ? 1e-4 : 2e-2;
-  return exact ? 1e-5 : 8e-3;
+  const bool backward = kernel == Kernel::kBackward;
+  switch (arithmetic) {
+    case Arithmetic::kF32:
+      return backward ? 1e-4 : 1e-5;
+    case Arithmetic::kBf16:
+      return backward ? 2e-2 : 8e-3;
+    case Arithmetic::kToBf16:
+      return backward ? 5e-2 : 2e-2;
+    case Arithmetic::kInt8Queries:
+      return 5e-2;
+  }
+  return 0.0;
 }
 
 Kernel KernelOf(const AttentionSpec& spec, const AttendTask& task) {
@@ -211,6 +239,8 @@ RandomCase MakeRandomCase(std::uint64_t seed, std::uint64_t index) {
   shape.page_slots = pick(std::array<std::int64_t, 5>{1, 7, 16, 64, 256});
   spec.causal = chance(2);
   if (chance(4)) spec.window = 1 + below(chance(2) ? 8 : 200);
+  spec.bf16_forward = chance(4);
+  spec.int8_queries = shape.kv_dtype == DType::kQ8_0 && chance(2);
   if (chance(6)) spec.softcap = real(1.0f, 50.0f);
   if (chance(6)) {
     for (int h = 0; h < spec.heads; ++h) spec.alibi_slopes.push_back(real(0.0f, 0.5f));

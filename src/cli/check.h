@@ -13,11 +13,19 @@ enum class Kernel : std::uint8_t { kDecode, kForward, kBackward, kMerge };
 inline constexpr std::size_t kKernels = 4;
 std::string_view Name(Kernel kernel);
 
-// What products of attention are computed in. Sums are f32 in both.
-enum class Arithmetic : std::uint8_t { kF32, kBf16 };
+// What products of attention are computed in. Sums are f32 in all.
+enum class Arithmetic : std::uint8_t {
+  kF32,
+  kBf16,
+  kToBf16,       // the same, of numbers that are not bf16 before
+  kInt8Queries,  // scores in 8 bits, all else in f32
+};
 
-// Of a kernel on such queries and keys. What a merge merges counts as computed by forward.
-Arithmetic ArithmeticOf(Kernel kernel, Isa isa, DType q, DType kv);
+std::string_view Name(Arithmetic arithmetic);
+
+// Of a kernel on such queries and keys. What a merge merges counts as computed by forward, or by
+// decode if that is less exact.
+Arithmetic ArithmeticOf(Kernel kernel, Isa isa, const AttentionSpec& spec, DType q, DType kv);
 
 // What the machine can do of it at most, in operations a second; see limits.h.
 double Peak(const Context& context, Arithmetic arithmetic);

@@ -16,15 +16,25 @@ constexpr int kPageSlots = 256;
 
 DType QueryType(const BenchCase& c) { return c.dtype == DType::kQ8_0 ? DType::kF32 : c.dtype; }
 
+AttentionSpec SpecOf(const BenchCase& c) {
+  AttentionSpec spec = AttentionSpec::Make(c.heads, c.kv_heads, c.head_dim);
+  spec.causal = true;
+  spec.int8_queries = c.int8_queries;
+  return spec;
+}
+
+Arithmetic ArithmeticOf(const BenchCase& c, Isa isa) {
+  return ArithmeticOf(c.kernel, isa, SpecOf(c), QueryType(c), c.dtype);
+}
+
 ProblemShape MakeShape(const BenchCase& c, std::uint64_t seed) {
   ProblemShape shape;
-  shape.spec = AttentionSpec::Make(c.heads, c.kv_heads, c.head_dim);
+  shape.spec = SpecOf(c);
   shape.q_dtype = QueryType(c);
   shape.kv_dtype = c.dtype;
   shape.storage = c.storage;
   shape.page_slots = kPageSlots;
   shape.seed = seed;
-  shape.spec.causal = true;
   const std::int64_t tokens = c.kernel == Kernel::kDecode ? 1 : c.context;
   for (int s = 0; s < c.batch; ++s) {
     shape.sequences.push_back(
@@ -111,7 +121,7 @@ Measurement MeasureAttend(const BenchCase& c, int repeats, std::uint64_t seed, C
              : 2.0 * static_cast<double>(problem.pairs()) * (spec.head_dim + spec.v_head_dim);
   const auto limit = [&] {
     return decode ? ReadBandwidth(context, problem.kv_memory().data(), problem.kv_memory().size())
-                  : Peak(context, ArithmeticOf(c.kernel, *context.isa, QueryType(c), c.dtype));
+                  : Peak(context, ArithmeticOf(c, *context.isa));
   };
   Measurement m = Measure(repeats, work, limit, [&] { Attend(spec, problem.tasks(), context); });
   VerifyRows(problem, m);
@@ -138,8 +148,7 @@ Measurement MeasureBackward(const BenchCase& c, int repeats, std::uint64_t seed,
       2.0 * static_cast<double>(problem.pairs()) * (3.0 * spec.head_dim + 2.0 * spec.v_head_dim);
   const std::vector<BackwardTask>* tasks = nullptr;
   Measurement m = Measure(
-      repeats, work,
-      [&] { return Peak(context, ArithmeticOf(c.kernel, *context.isa, QueryType(c), c.dtype)); },
+      repeats, work, [&] { return Peak(context, ArithmeticOf(c, *context.isa)); },
       [&] {
         if (tasks == nullptr) tasks = &problem.MakeBackward();
         AttendBackward(spec, *tasks, context);
@@ -211,9 +220,8 @@ Measurement MeasureCase(const BenchCase& c, int repeats, std::uint64_t seed, Thr
       m = MeasureMerge(c, repeats, seed, context, memory);
       break;
   }
-  m.bound = c.kernel == Kernel::kMerge
-                ? Bound(c.kernel)
-                : Bound(c.kernel, ArithmeticOf(c.kernel, *context.isa, QueryType(c), c.dtype));
+  m.bound =
+      c.kernel == Kernel::kMerge ? Bound(c.kernel) : Bound(c.kernel, ArithmeticOf(c, *context.isa));
   return m;
 }
 

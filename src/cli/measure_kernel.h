@@ -11,6 +11,7 @@
 namespace treeline::cli {
 
 // A kernel and the shape that it is timed with.
+// NOLINTNEXTLINE(clang-analyzer-optin.performance.Padding): tables give fields in this order
 struct BenchCase {
   Kernel kernel;
   DType dtype = DType::kF32;
@@ -21,6 +22,7 @@ struct BenchCase {
   int head_dim = 0;
   int batch = 1;  // sequences, one after the other in memory; merge: partials
   const char* note = "";
+  bool int8_queries = false;
 };
 
 // What was measured of a case.

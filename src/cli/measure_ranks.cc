@@ -351,7 +351,7 @@ RankMeasurement MeasureRing(const RankCase& c, const RankTiming& timing) {
   m.schedule = c.schedule;
   const Kernel kernel = train ? Kernel::kBackward : Kernel::kForward;
   const Arithmetic arithmetic =
-      ArithmeticOf(kernel, DefaultIsa(), problem.shape().q_dtype, c.dtype);
+      ArithmeticOf(kernel, DefaultIsa(), problem.spec(), problem.shape().q_dtype, c.dtype);
   m.bound = Bound(kernel, arithmetic);
   m.work = 2.0 * static_cast<double>(problem.pairs()) * (spec.head_dim + spec.v_head_dim);
   if (train) {

@@ -21,6 +21,11 @@ int ThreadsOf(const ModelOptions& options, int ranks) {
   return std::max(1, DescribeMachine().cores / RanksHere(ranks));
 }
 
+model::Activations ParseActivations(const std::string& name) {
+  if (name == "f32") return model::Activations::kF32;
+  return name == "bf16" ? model::Activations::kBf16 : model::Activations::kI16;
+}
+
 }  // namespace
 
 void AddModelOptions(CLI::App& command, ModelOptions& options) {
@@ -56,12 +61,16 @@ void AddModelOptions(CLI::App& command, ModelOptions& options) {
       ->type_name("N");
   command
       .add_option("--activations", options.activations,
-                  "Of few tokens: i16, rounded to 16 bits, or f32, exact and slower")
-      ->check(CLI::IsMember({"i16", "f32"}))
+                  "i16: rounded to 16 bits where that is faster; f32: exact and slower; bf16: "
+                  "rounded to 8 bits in prefill, on CPUs that multiply in bf16")
+      ->check(CLI::IsMember({"i16", "f32", "bf16"}))
       ->capture_default_str()
       ->type_name("WHAT");
   command.add_flag("--reproducible", options.reproducible,
                    "Decode to the same bits on every number of ranks that divides 64");
+  command.add_flag(
+      "--int8-queries", options.int8_queries,
+      "With --kv-type q8_0, let queries be rounded to 8 bits, too: faster, less exact");
   AddRankOptions(command, options.where);
 }
 
@@ -98,6 +107,8 @@ ModelRun::ModelRun(const ModelOptions& options)
       model_(options.file),
       vocabulary_(model_),
       context_(options.context) {
+  Require(!options.int8_queries || options.kv_type == "q8_0",
+          "--int8-queries needs --kv-type q8_0, not ", options.kv_type);
   Require(context_ <= model_.shape().context, "--ctx is ", context_, "; the model was made for ",
           model_.shape().context, " tokens");
 }
@@ -111,12 +122,11 @@ void ModelRun::Need(std::int64_t tokens) {
 
 void ModelRun::Run(int sequences, const std::function<void(ModelRank&)>& body) {
   const model::LlamaOptions llama_options{.kv_type = ParseDType(options_.kv_type),
-                                          .activations = options_.activations == "f32"
-                                                             ? model::Activations::kF32
-                                                             : model::Activations::kI16,
+                                          .activations = ParseActivations(options_.activations),
                                           .schedule = ParseSchedule(options_.schedule),
                                           .node_size = options_.node_size,
                                           .reproducible = options_.reproducible,
+                                          .int8_queries = options_.int8_queries,
                                           .tokens = std::max<std::int64_t>(context_, 1),
                                           .sequences = sequences};
   const bool crowded = RanksHere(ranks_) * threads_ > DescribeMachine().cores;

@@ -20,6 +20,7 @@ struct ModelOptions {
   std::string activations = "i16";
   int node_size = 0;
   bool reproducible = false;
+  bool int8_queries = false;
   RankOptions where;
 };
 void AddModelOptions(CLI::App& command, ModelOptions& options);

@@ -115,6 +115,8 @@ std::string ProblemShape::Describe() const {
   if (storage == Storage::kPaged) text << " by " << page_slots;
   if (spec.causal) text << ", causal";
   if (spec.window > 0) text << ", window " << spec.window;
+  if (spec.bf16_forward) text << ", bf16 forward";
+  if (spec.int8_queries) text << ", int8 queries";
   if (spec.softcap > 0.0f) text << ", softcap " << spec.softcap;
   if (!spec.alibi_slopes.empty()) text << ", alibi";
   if (!spec.sinks.empty()) text << ", sinks";

@@ -128,7 +128,7 @@ struct RankProblem::Impl {
 
   double BoundOf(Kernel kernel, Isa isa) const {
     const ProblemShape& shape = problem.shape();
-    return Bound(kernel, ArithmeticOf(kernel, isa, shape.q_dtype, shape.kv_dtype));
+    return Bound(kernel, ArithmeticOf(kernel, isa, shape.spec, shape.q_dtype, shape.kv_dtype));
   }
 
   // Runs body(rank's communicator, resources) on every rank and fills in what it counted, and the

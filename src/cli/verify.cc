@@ -50,8 +50,8 @@ void RunVerify(const VerifyOptions& options) {
         for (std::size_t k = 0; k < kKernels; ++k) {
           if (errors[k] < 0.0) continue;
           Worst& w = worst[{isa, k,
-                            ArithmeticOf(static_cast<Kernel>(k), isa, random.shape.q_dtype,
-                                         random.shape.kv_dtype)}];
+                            ArithmeticOf(static_cast<Kernel>(k), isa, random.shape.spec,
+                                         random.shape.q_dtype, random.shape.kv_dtype)}];
           ++w.cases;
           if (errors[k] > w.error) {
             w.error = errors[k];
@@ -65,7 +65,7 @@ void RunVerify(const VerifyOptions& options) {
 
   const bool print = options.json != "-" && IsFirst();
   if (print)
-    std::printf("%-11s %-9s %-4s %7s  %-11s %-9s\n", "isa", "kernel", "in", "cases", "max error",
+    std::printf("%-11s %-9s %-7s %7s  %-11s %-9s\n", "isa", "kernel", "in", "cases", "max error",
                 "bound");
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
   const Worst* failed = nullptr;
@@ -75,12 +75,13 @@ void RunVerify(const VerifyOptions& options) {
     const auto kernel = static_cast<Kernel>(index);
     const std::string isa(Name(with));
     const std::string name(Name(kernel));
-    const char* in = arithmetic == Arithmetic::kBf16 ? "bf16" : "f32";
+    const std::string in(Name(arithmetic));
     const double bound = Bound(kernel, arithmetic);
     const bool ok = w.error <= bound;
     if (print) {
-      std::printf("%-11s %-9s %-4s %7llu  %-11.2e %-9.0e %s\n", isa.c_str(), name.c_str(), in,
-                  static_cast<unsigned long long>(w.cases), w.error, bound, ok ? "ok" : "FAILED");
+      std::printf("%-11s %-9s %-7s %7llu  %-11.2e %-9.0e %s\n", isa.c_str(), name.c_str(),
+                  in.c_str(), static_cast<unsigned long long>(w.cases), w.error, bound,
+                  ok ? "ok" : "FAILED");
     }
     rows.push_back({{"isa", isa},
                     {"case", name},

@@ -43,17 +43,21 @@ Linear::Linear(const Context& context, Activations activations)
     Throw<DeviceError>("models need a CPU with AVX2 and FMA, which this one does not have");
   }
 #endif
+  const Isa isa = context.isa ? *context.isa : DefaultIsa();
+  Require(activations != Activations::kBf16 || cpu::MultipliesInBf16(context),
+          "activations in bf16 need an instruction set that multiplies in it, amx or avx512-bf16; ",
+          Name(isa), " does not");
 }
 
 void Linear::Multiply(std::span<const Product> products, const float* x, std::int64_t tokens,
                       bool few) const {
-  if (tokens == 0) return;
+  if (tokens == 0 || products.empty()) return;
   std::vector<cpu::PackedProduct> packed;
-  packed.reserve(products.size());
+  std::vector<cpu::WideProduct> wide;
   for (const Product& product : products) {
     const Matrix& matrix = *product.matrix;
     const std::optional<cpu::RowFormat> format = FormatOf(matrix.type);
-    if (few && activations_ == Activations::kI16 && format) {
+    if (few && activations_ != Activations::kF32 && format) {
       packed.push_back({.rows = {.format = *format,
                                  .data = matrix.data,
                                  .row_bytes = matrix.row_bytes,
@@ -62,16 +66,28 @@ void Linear::Multiply(std::span<const Product> products, const float* x, std::in
                         .out = product.out,
                         .out_stride = product.out_stride});
     } else {
-      cpu::Multiply(context_,
-                    {.read = ReadRow,
-                     .matrix = &matrix,
-                     .row_begin = product.row_begin,
-                     .row_end = product.row_end,
-                     .columns = matrix.columns},
-                    x, matrix.columns, tokens, product.out, product.out_stride);
+      wide.push_back({.rows = {.read = ReadRow,
+                               .matrix = &matrix,
+                               .row_begin = product.row_begin,
+                               .row_end = product.row_end,
+                               .columns = matrix.columns},
+                      .out = product.out,
+                      .out_stride = product.out_stride});
     }
   }
-  if (!packed.empty()) cpu::MultiplyFew(context_, packed, x, products[0].matrix->columns, tokens);
+  const std::int64_t columns = products[0].matrix->columns;
+  if (!packed.empty()) cpu::MultiplyFew(context_, packed, x, columns, tokens);
+  if (wide.empty()) return;
+  const bool rounded = !few && activations_ != Activations::kF32;
+  if (rounded && activations_ == Activations::kI16 && cpu::MultipliesInI16(context_)) {
+    cpu::MultiplyInI16(context_, wide, x, columns, tokens);
+  } else if (rounded && cpu::MultipliesInBf16(context_)) {
+    cpu::MultiplyInBf16(
+        context_, wide, x, columns, tokens,
+        activations_ == Activations::kBf16 ? cpu::Bf16Terms::kOne : cpu::Bf16Terms::kTwo);
+  } else {
+    cpu::Multiply(context_, wide, x, columns, tokens);
+  }
 }
 
 }  // namespace treeline::model

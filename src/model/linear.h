@@ -10,8 +10,10 @@ namespace treeline::model {
 
 // How activations enter products with weights.
 enum class Activations : std::uint8_t {
-  kI16,  // of few tokens: as 16-bit whole numbers, 32 with a scale each; of many: as floats
-  kF32,  // always as floats: slower, and exact but for rounding
+  kI16,   // as 16-bit whole numbers, 32 with a scale each, where the instruction set is fast at
+          // that; of many tokens, as sums of two bf16 numbers, or as floats, where it is not
+  kBf16,  // of many tokens: as bf16, in attention, too; needs an instruction set that multiplies it
+  kF32,   // always as floats: slower, and exact but for rounding
 };
 
 // Rows [row_begin, row_end) of a matrix, and where their products with tokens go: out [tokens,

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "backend/cpu/multiply.h"
 #include "backend/cpu/rowwise.h"
 #include "core/check.h"
 #include "schedule/collective_call.h"
@@ -61,6 +62,8 @@ LlamaRank::LlamaRank(const LlamaModel& model, Communicator& comm, const Context&
   Require(!options.reproducible || options.schedule == Schedule::kTree ||
               options.schedule == Schedule::kGather,
           "reproducible decoding needs schedule tree or gather, not ", Name(options.schedule));
+  spec_.bf16_forward = options.activations == Activations::kBf16;
+  spec_.int8_queries = options.int8_queries;
   for (int i = 0; i < shape_.rope_dims / 2; ++i) {
     const double factor =
         model.rope_factors().empty() ? 1.0 : double{model.rope_factors()[Index(i)]};
@@ -102,9 +105,10 @@ std::int64_t LlamaRank::DefaultChunk() const {
   constexpr std::int64_t kBytes = 192 << 20;
   constexpr std::int64_t kLeast = 128;
   constexpr std::int64_t kMost = 1024;
-  const std::int64_t floats =
-      3 * std::int64_t{shape_.width} + qkv_rows_ + std::int64_t{2} * shape_.ffn +
-      std::int64_t{shape_.heads} * (shape_.v_head_dim + 1) + shape_.rope_dims;
+  const std::int64_t floats = 3 * std::int64_t{shape_.width} + qkv_rows_ +
+                              std::int64_t{2} * shape_.ffn +
+                              std::int64_t{shape_.heads} * (shape_.v_head_dim + 1) +
+                              shape_.rope_dims + shape_.ffn;  // rounded
   const std::int64_t fit = kBytes / comm_.size() / (floats * std::int64_t{sizeof(float)});
   return std::clamp(fit, kLeast, kMost) * comm_.size();
 }

@@ -22,6 +22,7 @@ struct LlamaOptions {
   Schedule schedule = Schedule::kTree;  // of decoding
   int node_size = 0;                    // as in DecodeOptions
   bool reproducible = false;            // likewise
+  bool int8_queries = false;            // as in AttentionSpec
   std::int64_t tokens = 4096;           // that the cache holds at most, of all sequences and ranks
   int sequences = 1;                    // that it holds at a time
   std::int64_t chunk = 0;  // tokens of all ranks that are prefilled at a time; 0: as memory allows
@@ -124,7 +125,7 @@ class LlamaRank {
   const Context context_;
   const LlamaOptions options_;
   Schedule schedule_;
-  const AttentionSpec spec_;
+  AttentionSpec spec_;
   const std::int64_t q_rows_;  // of the matrix of queries
   const std::int64_t k_rows_;
   const std::int64_t qkv_rows_;

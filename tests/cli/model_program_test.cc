@@ -170,6 +170,12 @@ TEST_F(ModelProgramTest, RefusesBadInput) {
   ExpectUsageError(Run("generate", "-p abcdef -n 1 --ctx 4"), "6 tokens");
   ExpectUsageError(Run("generate", "-p a --ctx 9000"), "--ctx is 9000");
   ExpectUsageError(Run("generate", "-p a --kv-type q4"), "q4");
+  ExpectUsageError(Run("generate", "-p a --int8-queries"),
+                   "--int8-queries needs --kv-type q8_0, not f16");
+  EXPECT_EQ(Run("generate", "-p a -n 3 --int8-queries --kv-type q8_0").code, 0);
+  ExpectUsageError(RunProgram("generate -p a --activations bf16 -m '" + model_.path() + "'",
+                              "TREELINE_ISA=scalar "),
+                   "amx or avx512-bf16; scalar does not");
   ExpectUsageError(Run("generate", "-f " + WriteText("bad.txt", "ok\xFF")), "not UTF-8 at byte 2");
   ExpectError(Run("generate", "-f /nowhere"), 4, "cannot read '/nowhere'");
   ExpectError(Run("generate", "-p a --chat"), 4, "no template");

@@ -40,7 +40,8 @@ class AttentionTest : public testing::TestWithParam<Isa> {
     const Errors errors = checker.Run(context(pool));
     for (std::size_t k = 0; k < cli::kKernels; ++k) {
       const auto kernel = static_cast<Kernel>(k);
-      const auto arithmetic = cli::ArithmeticOf(kernel, GetParam(), shape.q_dtype, shape.kv_dtype);
+      const auto arithmetic =
+          cli::ArithmeticOf(kernel, GetParam(), shape.spec, shape.q_dtype, shape.kv_dtype);
       EXPECT_LE(errors[k], cli::Bound(kernel, arithmetic))
           << Name(kernel) << ", " << Name(layout) << " over " << ranks << ": " << shape.Describe();
     }

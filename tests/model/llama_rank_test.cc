@@ -6,8 +6,10 @@
 
 #include <cmath>
 #include <numeric>
+#include <optional>
 #include <random>
 
+#include "kernels/cpu/kernel_table.h"
 #include "model/tiny_model.h"
 #include "treeline/errors.h"
 #include "treeline/thread_pool.h"
@@ -139,6 +141,7 @@ Vectors Reference(const LlamaModel& model, const std::vector<Token>& tokens) {
 struct Ranks {
   int ranks = 1;
   int threads = 1;
+  std::optional<Isa> isa = {};
   LlamaOptions options = {.kv_type = DType::kF32, .activations = Activations::kF32};
 };
 
@@ -147,7 +150,8 @@ template <class Body>
 void OnRanks(const LlamaModel& model, const Ranks& ranks_of, const Body& body) {
   RunRanks({.ranks = ranks_of.ranks}, [&](Communicator& comm) {
     ThreadPool pool(ranks_of.threads);
-    LlamaRank rank(model, comm, {.pool = &pool, .poll = ProgressOf(comm)}, ranks_of.options);
+    LlamaRank rank(model, comm, {.pool = &pool, .isa = ranks_of.isa, .poll = ProgressOf(comm)},
+                   ranks_of.options);
     body(rank, comm);
   });
 }
@@ -222,6 +226,31 @@ TEST(LlamaRankTest, ChunksThreadsAndSchedulesDoNotMatter) {
       ranks_of.options.node_size = 2;
       EXPECT_LT(MaxDifference(LogitsOf(model, ranks_of, start, more), after_start), 1e-4)
           << ranks << " ranks, " << Name(schedule);
+    }
+  }
+}
+
+// Every instruction set has its own way to multiply activations of many tokens.
+TEST(LlamaRankTest, RoundedActivationsStayClose) {
+  const TinyModel file;
+  const LlamaModel model(file.path());
+  const std::vector<Token> prompt = RandomTokens(100, model.shape().vocabulary);
+  const std::vector<Token> more = RandomTokens(2, model.shape().vocabulary, 2);
+  const std::vector<float> want = LogitsOf(model, {}, prompt, more);
+  for (const Isa isa : cpu::TestedIsas()) {
+    if (isa < Isa::kAvx2) continue;  // they multiply as it does
+    for (const int ranks : {1, 3}) {
+      Ranks ranks_of{.ranks = ranks, .isa = isa};
+      ranks_of.options.activations = Activations::kI16;
+      EXPECT_LT(MaxDifference(LogitsOf(model, ranks_of, prompt, more), want), 0.02)
+          << Name(isa) << " on " << ranks << " ranks";
+      ranks_of.options.activations = Activations::kBf16;
+      if (ComputesInBf16(isa)) {
+        EXPECT_LT(MaxDifference(LogitsOf(model, ranks_of, prompt, more), want), 0.2)
+            << Name(isa) << " in bf16 on " << ranks << " ranks";
+      } else {
+        EXPECT_THROW(LogitsOf(model, ranks_of, prompt, more), ArgumentError) << Name(isa);
+      }
     }
   }
 }

@@ -178,6 +178,8 @@ const Difference kDifferences[] = {
     {"causal", kAttention, [](Call& c) { c.spec.causal = true; }},
     {"window", kAttention, [](Call& c) { c.spec.window = 3; }},
     {"softcap", kAttention, [](Call& c) { c.spec.softcap = 3.0f; }},
+    {"bf16_forward", kAttention, [](Call& c) { c.spec.bf16_forward = true; }},
+    {"int8_queries", kAttention, [](Call& c) { c.spec.int8_queries = true; }},
     {"sinks", kAttention, [](Call& c) { c.spec.sinks[1] = 0.0f; }},
     {"slopes instead of sinks", kAttention,
      [](Call& c) {

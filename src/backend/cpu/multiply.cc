@@ -4,41 +4,81 @@
 #include <vector>
 
 #include "backend/cpu/parallel.h"
+#include "kernels/cpu/bf16/product.h"
 #include "treeline/memory.h"
 
 namespace treeline::cpu {
 namespace {
 
 constexpr std::int64_t kDepth = 512;  // columns of a tile: what is packed of a panel stays in L1
-constexpr std::int64_t kPanels = 3;   // of an item: a block of tokens is read once for all of them
-constexpr std::int64_t kTokenBlock = 48;  // whose tiles stay in L2
+
+std::int64_t RowsOf(const WideProduct& product) {
+  return product.rows.row_end - product.rows.row_begin;
+}
+std::int64_t RowsOf(const PackedProduct& product) { return product.rows.end - product.rows.begin; }
+
+// Some rows of one of several products.
+template <class Product>
+struct RowItem {
+  const Product* product;
+  std::int64_t begin;
+  std::int64_t end;
+};
+
+// All rows of all products, at most `rows` of one in an item.
+template <class Product>
+std::vector<RowItem<Product>> CutRows(std::span<const Product> products, std::int64_t rows) {
+  std::vector<RowItem<Product>> items;
+  for (const Product& product : products) {
+    const std::int64_t all = RowsOf(product);
+    for (std::int64_t begin = 0; begin < all; begin += rows) {
+      items.push_back({&product, begin, std::min(all, begin + rows)});
+    }
+  }
+  return items;
+}
+
+// wide = columns [begin, end) of rows of a product, `stride` floats apart.
+void Widen(const RowSource& source, std::int64_t row, std::int64_t rows, std::int64_t begin,
+           std::int64_t end, float* wide, std::int64_t stride) {
+  for (std::int64_t r = 0; r < rows; ++r) {
+    source.read(source.matrix, source.row_begin + row + r, begin, end, wide + r * stride);
+  }
+}
+
+// target [rows, n] = source, whose rows are so many floats apart.
+void CopyRows(const float* source, std::int64_t source_stride, std::int64_t rows, std::int64_t n,
+              float* target, std::int64_t target_stride) {
+  for (std::int64_t r = 0; r < rows; ++r) {
+    std::copy_n(source + r * source_stride, n, target + r * target_stride);
+  }
+}
 
 }  // namespace
 
-void Multiply(const Context& context, const RowSource& source, const float* x,
-              std::int64_t x_stride, std::int64_t tokens, float* out, std::int64_t out_stride) {
+void Multiply(const Context& context, std::span<const WideProduct> products, const float* x,
+              std::int64_t x_stride, std::int64_t tokens) {
+  constexpr std::int64_t kPanels = 3;  // of an item: a block of tokens is read once for all of them
+  constexpr std::int64_t kTokenBlock = 48;  // whose tiles stay in L2
   const KernelTable& table = TableFor(context);
   const std::int64_t panel_rows = table.panel_rows();
-  const std::int64_t item_rows = panel_rows * kPanels;
-  const std::int64_t rows = source.row_end - source.row_begin;
   const std::int64_t panel_floats = panel_rows * kDepth;
   const std::int64_t workspace = panel_floats * (1 + kPanels);
   const TrackedBuffer buffer(static_cast<std::size_t>(workspace * Threads(context)) * sizeof(float),
                              Purpose::kWorkspace, context.memory);
+  const auto items = CutRows(products, panel_rows * kPanels);
 
-  const auto multiply_item = [&](std::int64_t item, int thread) {
+  ForEach(context, static_cast<std::int64_t>(items.size()), [&](std::int64_t index, int thread) {
+    const auto& [product, first, last] = items[static_cast<std::size_t>(index)];
+    const RowSource& source = product->rows;
     float* const wide = reinterpret_cast<float*>(buffer.data()) + workspace * thread;
     float* const panels = wide + panel_floats;
-    const std::int64_t first = item * item_rows;
-    const std::int64_t last = std::min(rows, first + item_rows);
     for (std::int64_t begin = 0; begin < source.columns; begin += kDepth) {
       const std::int64_t end = std::min(source.columns, begin + kDepth);
       const int depth = static_cast<int>(end - begin);
       for (std::int64_t row = first; row < last; row += panel_rows) {
         const std::int64_t count = std::min(panel_rows, last - row);
-        for (std::int64_t r = 0; r < count; ++r) {
-          source.read(source.matrix, source.row_begin + row + r, begin, end, wide + r * kDepth);
-        }
+        Widen(source, row, count, begin, end, wide, kDepth);
         table.pack_panel({.source = wide,
                           .stride = kDepth,
                           .rows = static_cast<int>(count),
@@ -53,14 +93,180 @@ void Multiply(const Context& context, const RowSource& source, const float* x,
                                 .tokens = static_cast<int>(std::min(kTokenBlock, tokens - token)),
                                 .rows = static_cast<int>(std::min(panel_rows, last - row)),
                                 .depth = depth,
-                                .c = out + token * out_stride + row,
-                                .c_stride = out_stride,
+                                .c = product->out + token * product->out_stride + row,
+                                .c_stride = product->out_stride,
                                 .add = begin > 0});
         }
       }
     }
+  });
+}
+
+bool MultipliesInBf16(const Context& context) { return TableFor(context).multiplier != nullptr; }
+
+void MultiplyInBf16(const Context& context, std::span<const WideProduct> products, const float* x,
+                    std::int64_t x_stride, std::int64_t tokens, Bf16Terms terms) {
+  if (products.empty() || tokens == 0) return;
+  using Bits = std::uint16_t;
+  constexpr std::int64_t kSide = bf16::kSide;
+  constexpr std::int64_t kPanels = 4;  // of an item: a block of tokens is read once for all of them
+  constexpr std::int64_t kPanelBits = kSide * kDepth;
+  const KernelTable& table = TableFor(context);
+  const bf16::Multiplier& multiplier = *table.multiplier;
+  const std::int64_t columns = products[0].rows.columns;
+  const std::int64_t steps = (columns + bf16::kDepth - 1) / bf16::kDepth;
+  const std::int64_t term_bits = steps * bf16::kDepth * kSide;  // of 32 tokens
+  const std::int64_t block_bits = term_bits * static_cast<int>(terms);
+  const std::int64_t blocks = (tokens + kSide - 1) / kSide;
+  const TrackedBuffer rounded(static_cast<std::size_t>(blocks * block_bits) * sizeof(Bits),
+                              Purpose::kWorkspace, context.memory);
+  Bits* const tokens_in_bf16 = reinterpret_cast<Bits*>(rounded.data());
+  ForEach(context, blocks, [&](std::int64_t block, int) {
+    const std::int64_t token = block * kSide;
+    table.round_tokens({.x = x + token * x_stride,
+                        .x_stride = x_stride,
+                        .tokens = static_cast<int>(std::min(kSide, tokens - token)),
+                        .columns = static_cast<int>(columns),
+                        .terms = static_cast<int>(terms),
+                        .target = tokens_in_bf16 + block * block_bits});
+  });
+
+  struct Workspace {
+    alignas(64) float wide[kSide * kDepth];
+    alignas(64) float sums[kSide * kSide];
+    alignas(64) Bits scratch[kPanelBits];
+    alignas(64) Bits panels[kPanels * kPanelBits];
   };
-  ForEach(context, (rows + item_rows - 1) / item_rows, multiply_item);
+  const TrackedBuffer buffer(sizeof(Workspace) * static_cast<std::size_t>(Threads(context)),
+                             Purpose::kWorkspace, context.memory);
+  const auto items = CutRows(products, kSide * kPanels);
+  ForEach(context, static_cast<std::int64_t>(items.size()), [&](std::int64_t index, int thread) {
+    const auto& [product, first, last] = items[static_cast<std::size_t>(index)];
+    Workspace& w = reinterpret_cast<Workspace*>(buffer.data())[thread];
+    multiplier.begin();
+    for (std::int64_t begin = 0; begin < columns; begin += kDepth) {
+      const std::int64_t end = std::min(columns, begin + kDepth);
+      const int depth = static_cast<int>(end - begin);
+      const int depth_steps = (depth + bf16::kDepth - 1) / bf16::kDepth;
+      for (std::int64_t row = first; row < last; row += kSide) {
+        const std::int64_t count = std::min(kSide, last - row);
+        Widen(product->rows, row, count, begin, end, w.wide, kDepth);
+        table.pack_tiles({.source = w.wide,
+                          .stride = kDepth,
+                          .rows = static_cast<int>(count),
+                          .depth = depth,
+                          .scratch = w.scratch,
+                          .tiles = w.panels + (row - first) * kDepth});
+      }
+      for (std::int64_t token = 0; token < tokens; token += kSide) {
+        for (std::int64_t row = first; row < last; row += kSide) {
+          float* const c = product->out + token * product->out_stride + row;
+          const std::int64_t token_count = std::min(kSide, tokens - token);
+          const std::int64_t row_count = std::min(kSide, last - row);
+          const bool whole = token_count == kSide && row_count == kSide;
+          const bool add = begin > 0;
+          // A product is always whole: at an edge it goes to memory of its own.
+          if (!whole && add) {
+            CopyRows(c, product->out_stride, token_count, row_count, w.sums, kSide);
+          }
+          for (int term = 0; term < static_cast<int>(terms); ++term) {
+            multiplier.multiply({.a = tokens_in_bf16 + token / kSide * block_bits +
+                                      term * term_bits + begin * kSide,
+                                 .a_row = bf16::kDepth,
+                                 .a_step = bf16::kDepth * kSide,
+                                 .b = w.panels + (row - first) * kDepth,
+                                 .b_column = std::int64_t{bf16::kTileSize} * depth_steps,
+                                 .b_step = bf16::kTileSize,
+                                 .steps = depth_steps,
+                                 .c = whole ? c : w.sums,
+                                 .c_row = whole ? product->out_stride : kSide,
+                                 .add = add || term > 0});
+          }
+          if (!whole) CopyRows(w.sums, kSide, token_count, row_count, c, product->out_stride);
+        }
+      }
+    }
+    multiplier.end();
+  });
+}
+
+bool MultipliesInI16(const Context& context) { return TableFor(context).i16 != nullptr; }
+
+void MultiplyInI16(const Context& context, std::span<const WideProduct> products, const float* x,
+                   std::int64_t x_stride, std::int64_t tokens) {
+  if (products.empty() || tokens == 0) return;
+  constexpr std::int64_t kRows = kI16PanelRows;
+  constexpr std::int64_t kPanels = 3;  // of an item: a block of tokens is read once for all of them
+  constexpr std::int64_t kDepth = 256;  // columns of a tile: that of a panel fills half of L1
+  constexpr std::int64_t kUnits = kDepth / kI16Unit;
+  const I16Kernels& kernels = *TableFor(context).i16;
+  const std::int64_t columns = products[0].rows.columns;
+  const std::int64_t units = (columns + kI16Unit - 1) / kI16Unit;
+  const std::int64_t blocks = (tokens + kI16Tokens - 1) / kI16Tokens;
+  const std::int64_t block_numbers = units * kI16Tokens * kI16Unit;
+  const std::int64_t block_scales = units * kI16Tokens;
+  const auto numbers_bytes =
+      static_cast<std::size_t>(blocks * block_numbers) * sizeof(std::int16_t);
+  const auto scales_bytes = static_cast<std::size_t>(blocks * block_scales) * sizeof(float);
+  const TrackedBuffer rounded(numbers_bytes + scales_bytes, Purpose::kWorkspace, context.memory);
+  auto* const numbers = reinterpret_cast<std::int16_t*>(rounded.data());
+  auto* const scales = reinterpret_cast<float*>(rounded.data() + numbers_bytes);
+  ForEach(context, blocks, [&](std::int64_t block, int) {
+    const std::int64_t token = block * kI16Tokens;
+    kernels.round_tokens(
+        {.x = x + token * x_stride,
+         .x_stride = x_stride,
+         .tokens = static_cast<int>(std::min<std::int64_t>(kI16Tokens, tokens - token)),
+         .columns = static_cast<int>(columns),
+         .target = numbers + block * block_numbers,
+         .scales = scales + block * block_scales});
+  });
+
+  struct Workspace {
+    alignas(64) float wide[kRows * kDepth];
+    alignas(64) std::uint16_t scratch[kRows * kDepth];
+    alignas(64) std::uint16_t panels[kPanels * kRows * kDepth];
+    alignas(64) float scales[kPanels * kRows * kUnits];
+  };
+  const TrackedBuffer buffer(sizeof(Workspace) * static_cast<std::size_t>(Threads(context)),
+                             Purpose::kWorkspace, context.memory);
+  const auto items = CutRows(products, kRows * kPanels);
+  ForEach(context, static_cast<std::int64_t>(items.size()), [&](std::int64_t index, int thread) {
+    const auto& [product, first, last] = items[static_cast<std::size_t>(index)];
+    Workspace& w = reinterpret_cast<Workspace*>(buffer.data())[thread];
+    for (std::int64_t begin = 0; begin < columns; begin += kDepth) {
+      const std::int64_t end = std::min(columns, begin + kDepth);
+      const int depth = static_cast<int>(end - begin);
+      for (std::int64_t row = first; row < last; row += kRows) {
+        const std::int64_t count = std::min(kRows, last - row);
+        Widen(product->rows, row, count, begin, end, w.wide, kDepth);
+        kernels.pack_panel({.source = w.wide,
+                            .stride = kDepth,
+                            .rows = static_cast<int>(count),
+                            .depth = depth,
+                            .scratch = w.scratch,
+                            .tiles = w.panels + (row - first) * kDepth,
+                            .scales = w.scales + (row - first) * kUnits});
+      }
+      for (std::int64_t block = 0; block < blocks; ++block) {
+        const std::int64_t token = block * kI16Tokens;
+        const std::int64_t unit = begin / kI16Unit * kI16Tokens;
+        for (std::int64_t row = first; row < last; row += kRows) {
+          kernels.multiply_panel(
+              {.tokens_in_i16 = numbers + block * block_numbers + unit * kI16Unit,
+               .token_scales = scales + block * block_scales + unit,
+               .tiles = w.panels + (row - first) * kDepth,
+               .scales = w.scales + (row - first) * kUnits,
+               .tokens = static_cast<int>(std::min<std::int64_t>(kI16Tokens, tokens - token)),
+               .rows = static_cast<int>(std::min(kRows, last - row)),
+               .steps = (depth + kI16Unit - 1) / kI16Unit,
+               .c = product->out + token * product->out_stride + row,
+               .c_stride = product->out_stride,
+               .add = begin > 0});
+        }
+      }
+    }
+  });
 }
 
 void MultiplyFew(const Context& context, std::span<const PackedProduct> products, const float* x,
@@ -82,25 +288,18 @@ void MultiplyFew(const Context& context, std::span<const PackedProduct> products
     table.refine_row(x + t * columns, static_cast<int>(columns), fine.back());
   }
   std::int64_t rows = 0;  // of all products
-  for (const PackedProduct& product : products) rows += product.rows.end - product.rows.begin;
+  for (const PackedProduct& product : products) rows += RowsOf(product);
   // As many items as keep all threads busy to the end, and no fewer rows than start a stream.
-  const std::int64_t item_rows =
-      std::clamp<std::int64_t>(rows / (std::int64_t{8} * Threads(context)), 16, 256);
-  const auto items_of = [&](const PackedProduct& product) {
-    return (product.rows.end - product.rows.begin + item_rows - 1) / item_rows;
-  };
-  std::int64_t items = 0;
-  for (const PackedProduct& product : products) items += items_of(product);
-  ForEach(context, items, [&](std::int64_t item, int) {
-    const PackedProduct* product = products.data();
-    for (; item >= items_of(*product); ++product) item -= items_of(*product);
+  const auto items = CutRows(
+      products, std::clamp<std::int64_t>(rows / (std::int64_t{8} * Threads(context)), 16, 256));
+  ForEach(context, static_cast<std::int64_t>(items.size()), [&](std::int64_t index, int) {
+    const auto& [product, first, last] = items[static_cast<std::size_t>(index)];
     const PackedRows& source = product->rows;
-    const std::int64_t first = item * item_rows;
     table.dot_rows(
         {.format = source.format,
          .weights = source.data + static_cast<std::size_t>(source.begin + first) * source.row_bytes,
          .row_bytes = source.row_bytes,
-         .rows = static_cast<int>(std::min(item_rows, source.end - source.begin - first)),
+         .rows = static_cast<int>(last - first),
          .columns = static_cast<int>(columns),
          .x = fine.data(),
          .tokens = static_cast<int>(tokens),

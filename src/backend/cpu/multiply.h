@@ -20,10 +20,39 @@ struct RowSource {
   std::int64_t columns;  // a multiple of 4
 };
 
-// out [tokens, rows] = x [tokens, columns] * rows^T. Rows of x and out are so many floats apart. An
-// element's bits depend on its own token and row only. Needs about 200 KB a thread.
-void Multiply(const Context& context, const RowSource& rows, const float* x, std::int64_t x_stride,
-              std::int64_t tokens, float* out, std::int64_t out_stride);
+struct WideProduct {
+  RowSource rows;
+  float* out;  // [tokens, rows]; a token's are out_stride floats apart
+  std::int64_t out_stride;
+};
+
+// out = x [tokens, columns] * rows^T, of each of some products, all of as many columns. Tokens of x
+// are x_stride floats apart. An element's bits depend on its own token and row only. Needs about
+// 200 KB a thread. Threads meet once.
+void Multiply(const Context& context, std::span<const WideProduct> products, const float* x,
+              std::int64_t x_stride, std::int64_t tokens);
+
+// What activations become in products of bf16.
+enum class Bf16Terms : std::uint8_t {
+  kOne = 1,  // rounded to 8 bits
+  kTwo = 2,  // a sum of two such numbers: 16 bits, and twice the work
+};
+
+// Whether a context's instruction set multiplies in bf16.
+bool MultipliesInBf16(const Context& context);
+
+// The same with weights rounded to bf16, if MultipliesInBf16(context). Also needs 2 bytes for each
+// term of x. Threads meet twice.
+void MultiplyInBf16(const Context& context, std::span<const WideProduct> products, const float* x,
+                    std::int64_t x_stride, std::int64_t tokens, Bf16Terms terms);
+
+// Whether a context's instruction set multiplies whole numbers of 16 bits faster than floats.
+bool MultipliesInI16(const Context& context);
+
+// The same with weights and activations rounded to 14 bits, 32 with a scale each, if
+// MultipliesInI16(context). Also needs about 2 bytes for each element of x. Threads meet twice.
+void MultiplyInI16(const Context& context, std::span<const WideProduct> products, const float* x,
+                   std::int64_t x_stride, std::int64_t tokens);
 
 // Rows [begin, end) of packed weights, where they lie.
 struct PackedRows {
@@ -41,8 +70,7 @@ struct PackedProduct {
 };
 
 // The same for x [tokens, columns] of few tokens, whose activations are rounded to 16 bits: each
-// row is read once. Columns are whole blocks of all formats. Some products at a time: threads meet
-// once.
+// row is read once. Columns are whole blocks of all formats. Threads meet once.
 void MultiplyFew(const Context& context, std::span<const PackedProduct> products, const float* x,
                  std::int64_t columns, std::int64_t tokens);
 

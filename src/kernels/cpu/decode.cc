@@ -3,7 +3,7 @@
 // All rows of a key head share one read of K and V. Keys are taken in blocks of 16; while the
 // scores of a block are computed the keys of one of the next blocks are fetched, and while its
 // values are weighed the values of that are. Where rows see different keys, each row weighs only
-// what it sees.
+// what it sees. Queries that meet q8_0 keys may be rounded to 8 bits, if the spec lets them.
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/cpu/decode.cc"
@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "kernels/cpu/int8_scores-inl.h"
 #include "kernels/cpu/kernels-inl.h"
 #include "kernels/cpu/kv_group.h"
 #include "kernels/cpu/slab-inl.h"
@@ -33,7 +34,7 @@ struct Workspace {
     Arena arena(base);
     rows = shape.rows;
     slabs = (rows + kSlabRows - 1) / kSlabRows;
-    qk_dim = RoundUp(spec.head_dim, kChunk);
+    qk_dim = RoundUp(spec.head_dim, 2 * kChunk);  // rounded rows, an Int8Query for each two, fit in
     v_dim = RoundUp(spec.v_head_dim, kChunk);
     const auto head_slabs = static_cast<std::size_t>(shape.kv_heads) * slabs;
     const std::size_t all_slabs = head_slabs * shape.own_classes;
@@ -52,11 +53,11 @@ struct Workspace {
     bytes = arena.used();
   }
 
-  int rows;    // of a key head
-  int slabs;   // of a key head
-  int qk_dim;  // padded to chunks
-  int v_dim;
-  float* query;  // [kv_head, slab, kSlabRows, qk_dim], scaled and packed
+  int rows;      // of a key head
+  int slabs;     // of a key head
+  int qk_dim;    // padded to two chunks
+  int v_dim;     // padded to chunks
+  float* query;  // [kv_head, slab, kSlabRows, qk_dim], scaled and packed; or rounded, see Score()
   float* out;    // [class, kv_head, slab, kSlabRows, v_dim], packed, not yet normalised
   std::size_t out_values;
   SlabState* state;  // [class, kv_head, slab]
@@ -87,7 +88,9 @@ class Decoder {
         kernel_(spec_, w_.qk_dim, w_.v_dim),
         k_bytes_(static_cast<int>(RowBytes(kv_.dtype, spec_.head_dim))),
         v_bytes_(static_cast<int>(RowBytes(kv_.dtype, spec_.v_head_dim))),
-        heads_inner_(kv_.k.head_stride < kv_.k.slot_stride) {}
+        heads_inner_(kv_.k.head_stride < kv_.k.slot_stride) {
+    rounds_queries_ = spec_.int8_queries && Loader::kScaled && RoundsQueries();
+  }
 
   void Run() {
     LoadQueries();
@@ -134,12 +137,41 @@ class Decoder {
       for (int h = 0; h < heads(); ++h) {
         const int head = (args_.kv_head_begin + h) * group + row % group;
         WidenRow(task_.q.dtype, task_.q.Row(row / group, head), spec_.head_dim, w_.row);
-        float* packed = Query(h, r / kSlabRows) + r % kSlabRows * w_.qk_dim;
-        for (int d = 0; d < spec_.head_dim; ++d) {
-          packed[Packed<Loader>(d)] = w_.row[d] * map_.query_scale;
-        }
+        for (int d = 0; d < spec_.head_dim; ++d) w_.row[d] *= map_.query_scale;
+        StoreQuery(Query(h, r / kSlabRows), r % kSlabRows);
       }
     }
+  }
+
+  // w_.row becomes a row of a slab.
+  void StoreQuery(float* slab, int row) {
+#if HWY_TARGET == HWY_AVX3
+    if (rounds_queries_) {
+      constexpr int kElements = Int8Query::kElements;
+      const int pairs = (spec_.head_dim + kElements - 1) / kElements;
+      Int8Query* rounded = reinterpret_cast<Int8Query*>(slab) + row * pairs;
+      for (int p = 0; p < pairs; ++p) {
+        const int begin = p * kElements;
+        rounded[p].Round(w_.row + begin, std::min(kElements, spec_.head_dim - begin));
+      }
+      return;
+    }
+#endif
+    float* packed = slab + row * w_.qk_dim;
+    for (int d = 0; d < spec_.head_dim; ++d) packed[Packed<Loader>(d)] = w_.row[d];
+  }
+
+  // Scores of a block for a slab of queries.
+  HWY_INLINE void Score(const float* slab, const BlockRows& k) {
+#if HWY_TARGET == HWY_AVX3
+    if constexpr (Loader::kScaled) {
+      if (rounds_queries_) {
+        return Int8Scores(reinterpret_cast<const Int8Query*>(slab), spec_.head_dim, k,
+                          kernel_.k_scales(), kernel_.scores());
+      }
+    }
+#endif
+    kernel_.Scores(slab, k);
   }
 
   // Distance in slots between neighbours in a block: just over 4 KiB, so that many DRAM pages are
@@ -215,9 +247,10 @@ class Decoder {
       v.fetch_offset = (args_.kv_head_begin + ahead.head) * kv_.v.head_stride;
       v.fetch_bytes = v_bytes_;
     }
+    kernel_.Begin(k, v, kBlock);
     for (int slab = 0; slab < w_.slabs; ++slab) {
       const std::size_t index = SlabIndex(step, slab);
-      kernel_.Scores(Query(step.head, slab), k);
+      Score(Query(step.head, slab), k);
       if (!map_.plain()) MapScores(step, slab);
       kernel_.Softmax(w_.state[index], Out(index));
       kernel_.Weigh(Out(index), v);
@@ -235,9 +268,10 @@ class Decoder {
       return std::min<std::int64_t>((distance + group.spread - 1) / group.spread, keys);
     };
     float* scores = kernel_.scores();
+    kernel_.Begin(k, v, keys);
     for (int slab = 0; slab < w_.slabs; ++slab) {
       const std::size_t index = SlabIndex(step, slab);
-      kernel_.Scores(Query(step.head, slab), k);
+      Score(Query(step.head, slab), k);
       if (!map_.plain()) MapScores(step, slab);
       SlotRange seen[kSlabRows];
       for (int r = 0; r < kSlabRows; ++r) {
@@ -334,6 +368,7 @@ class Decoder {
   const int k_bytes_;
   const int v_bytes_;
   const bool heads_inner_;
+  [[maybe_unused]] bool rounds_queries_ = false;
   SlotRange common_;  // what all rows see
 };
 
@@ -341,6 +376,14 @@ class Decoder {
 
 std::size_t DecodeWorkspace(const AttentionSpec& spec, const DecodeShape& shape) noexcept {
   return Workspace(spec, shape, nullptr).bytes;
+}
+
+bool RoundsQueries() noexcept {
+#if HWY_TARGET == HWY_AVX3
+  return HasInt8Products();
+#else
+  return false;
+#endif
 }
 
 void Decode(const DecodeArgs& args) noexcept {

@@ -119,6 +119,77 @@ struct PanelArgs {
   bool add;
 };
 
+// Up to 32 tokens as the left side of a bf16::Product: target [terms, ceil(columns / 32), 32, 32],
+// 64-byte aligned. A second term is what rounding took from the first. What is not of a token or a
+// column is 0.
+struct RoundTokensArgs {
+  const float* x;
+  std::int64_t x_stride;  // floats between tokens
+  int tokens;
+  int columns;
+  int terms;  // 1 or 2
+  std::uint16_t* target;
+};
+
+// Up to 32 rows of a matrix as the right side: tiles [2, ceil(depth / 32)]. What is not of a row or
+// a column is 0.
+struct PackTilesArgs {
+  const float* source;  // [rows, depth], rows `stride` floats apart
+  std::int64_t stride;
+  int rows;
+  int depth;
+  std::uint16_t* scratch;  // as large as tiles
+  std::uint16_t* tiles;
+};
+
+// Products of whole numbers of 14 bits, of which 32, a unit, have a scale. A block is up to
+// kI16Tokens tokens: their numbers are [unit, kI16Tokens, kI16Unit], their scales
+// [unit, kI16Tokens]. A panel is up to kI16PanelRows rows: tiles [2, units] as of a bf16::Product,
+// scales [unit, kI16PanelRows]. All are aligned to 64 bytes.
+inline constexpr int kI16Unit = 32;
+inline constexpr int kI16Tokens = 48;
+inline constexpr int kI16PanelRows = 32;
+
+struct I16TokensArgs {
+  const float* x;
+  std::int64_t x_stride;  // floats between tokens
+  int tokens;
+  int columns;
+  std::int16_t* target;
+  float* scales;
+};
+
+struct I16PackArgs {
+  const float* source;  // [rows, depth], rows `stride` floats apart
+  std::int64_t stride;
+  int rows;
+  int depth;
+  std::uint16_t* scratch;  // as large as tiles
+  std::uint16_t* tiles;
+  float* scales;
+};
+
+// c [tokens, rows] = block * panel, or += it, over `steps` units. A sum's bits depend on its own
+// token and row only.
+struct I16PanelArgs {
+  const std::int16_t* tokens_in_i16;
+  const float* token_scales;
+  const std::uint16_t* tiles;
+  const float* scales;
+  int tokens;
+  int rows;
+  int steps;
+  float* c;
+  std::int64_t c_stride;
+  bool add;
+};
+
+struct I16Kernels {
+  void (*round_tokens)(const I16TokensArgs& args) noexcept;
+  void (*pack_panel)(const I16PackArgs& args) noexcept;
+  void (*multiply_panel)(const I16PanelArgs& args) noexcept;
+};
+
 // How weights are packed in a row, as GGUF has them.
 enum class RowFormat : std::uint8_t { kQ4_0, kQ4_1, kQ8_0, kQ4_K, kQ6_K };
 
@@ -161,20 +232,24 @@ struct ProbeArgs {
   std::size_t iterations;  // of `fma_probe`
 };
 
-// Every entry but `multiplier` is non-null.
+// Every entry is non-null, but for those that say otherwise.
 struct KernelTable {
   Isa isa;
-  const bf16::Multiplier* multiplier;  // null if everything is computed in f32
+  const bf16::Multiplier* multiplier;  // null if everything is computed in f32; then these, too:
+  void (*round_tokens)(const RoundTokensArgs& args) noexcept;
+  void (*pack_tiles)(const PackTilesArgs& args) noexcept;
   std::size_t (*forward_workspace)(const AttentionSpec& spec) noexcept;
   void (*forward)(const ForwardArgs& args) noexcept;
   std::size_t (*decode_workspace)(const AttentionSpec& spec, const DecodeShape& shape) noexcept;
   void (*decode)(const DecodeArgs& args) noexcept;
+  bool rounds_queries;  // decode does, if the spec lets it
   std::size_t (*backward_workspace)(const AttentionSpec& spec) noexcept;
   void (*backward)(const BackwardArgs& args) noexcept;
   void (*merge)(const MergeArgs& args) noexcept;
   int (*panel_rows)() noexcept;
   void (*pack_panel)(const PackArgs& args) noexcept;
   void (*multiply_panel)(const PanelArgs& args) noexcept;
+  const I16Kernels* i16;  // null if they are no faster than others here
   // x [columns], a multiple of kFineBlock. What is not finite makes every product with it NaN.
   void (*refine_row)(const float* x, int columns, const FineRow& target) noexcept;
   void (*dot_rows)(const DotRowsArgs& args) noexcept;

@@ -13,6 +13,7 @@
 #endif
 
 #include <algorithm>
+#include <cstddef>
 
 #include "kernels/cpu/simd-inl.h"
 
@@ -21,92 +22,101 @@ namespace treeline::cpu::HWY_NAMESPACE {
 
 inline constexpr int kChunk = 2 * kLanes;
 
-// Each loader gives Half(row, element, second): one half of the chunk that starts at `element`, all
-// of it in the row; and HalfTail(…, count): the same if only the first `count` elements of the
-// chunk, a multiple of 8, are in the row; the others are 0. `second` is a constant wherever speed
-// matters.
+// Each loader gives Offset(element): where in a row, in bytes, a chunk is; Half(chunk, second): one
+// half of a chunk, all of it in the row; and HalfTail(…, count): the same if only the first `count`
+// elements of the chunk, a multiple of 8, are in the row; the others are 0. `second` is a constant
+// wherever speed matters. What a kScaled loader gives is still to be multiplied with the scale of
+// the unit that the chunk is in.
 
 struct LoadF32 {
   static constexpr bool kEvenOdd = false;
+  static constexpr bool kScaled = false;
 
-  static const float* At(const std::byte* row, int element, bool second) {
-    return reinterpret_cast<const float*>(row) + element + (second ? kLanes : 0);
+  static std::ptrdiff_t Offset(int element) { return std::ptrdiff_t{4} * element; }
+  static const float* At(const std::byte* chunk, bool second) {
+    return reinterpret_cast<const float*>(chunk) + (second ? kLanes : 0);
   }
-  static HWY_INLINE VF Half(const std::byte* row, int element, bool second) {
-    return hn::LoadU(DF(), At(row, element, second));
+  static HWY_INLINE VF Half(const std::byte* chunk, bool second) {
+    return hn::LoadU(DF(), At(chunk, second));
   }
-  static HWY_INLINE VF HalfTail(const std::byte* row, int element, bool second, int count) {
+  static HWY_INLINE VF HalfTail(const std::byte* chunk, bool second, int count) {
     const DF d;
     const int left = count - (second ? kLanes : 0);
     if (left <= 0) return hn::Zero(d);
-    return hn::MaskedLoad(hn::FirstN(d, static_cast<std::size_t>(left)), d,
-                          At(row, element, second));
+    return hn::MaskedLoad(hn::FirstN(d, static_cast<std::size_t>(left)), d, At(chunk, second));
   }
 };
 
 struct LoadBF16 {
   static constexpr bool kEvenOdd = true;
+  static constexpr bool kScaled = false;
   using DU = hn::RebindToUnsigned<DF>;
 
-  static const std::uint32_t* At(const std::byte* row, int element) {
-    return reinterpret_cast<const std::uint32_t*>(row + 2 * element);  // for unaligned loads only
+  static std::ptrdiff_t Offset(int element) { return std::ptrdiff_t{2} * element; }
+  static const std::uint32_t* At(const std::byte* chunk) {
+    return reinterpret_cast<const std::uint32_t*>(chunk);  // for unaligned loads only
   }
   static HWY_INLINE VF Split(hn::Vec<DU> pairs, bool second) {
     const DF d;
     return second ? hn::BitCast(d, hn::And(pairs, hn::Set(DU(), 0xFFFF0000u)))
                   : hn::BitCast(d, hn::ShiftLeft<16>(pairs));
   }
-  static HWY_INLINE VF Half(const std::byte* row, int element, bool second) {
-    return Split(hn::LoadU(DU(), At(row, element)), second);
+  static HWY_INLINE VF Half(const std::byte* chunk, bool second) {
+    return Split(hn::LoadU(DU(), At(chunk)), second);
   }
-  static HWY_INLINE VF HalfTail(const std::byte* row, int element, bool second, int count) {
+  static HWY_INLINE VF HalfTail(const std::byte* chunk, bool second, int count) {
     const DU du;
     const auto pairs = static_cast<std::size_t>(count) / 2;
-    return Split(hn::MaskedLoad(hn::FirstN(du, pairs), du, At(row, element)), second);
+    return Split(hn::MaskedLoad(hn::FirstN(du, pairs), du, At(chunk)), second);
   }
 };
 
 struct LoadF16 {
   static constexpr bool kEvenOdd = false;
+  static constexpr bool kScaled = false;
   using D16 = hn::Rebind<hwy::float16_t, DF>;
 
-  static const hwy::float16_t* At(const std::byte* row, int element, bool second) {
-    return reinterpret_cast<const hwy::float16_t*>(row) + element + (second ? kLanes : 0);
+  static std::ptrdiff_t Offset(int element) { return std::ptrdiff_t{2} * element; }
+  static const hwy::float16_t* At(const std::byte* chunk, bool second) {
+    return reinterpret_cast<const hwy::float16_t*>(chunk) + (second ? kLanes : 0);
   }
-  static HWY_INLINE VF Half(const std::byte* row, int element, bool second) {
-    return hn::PromoteTo(DF(), hn::LoadU(D16(), At(row, element, second)));
+  static HWY_INLINE VF Half(const std::byte* chunk, bool second) {
+    return hn::PromoteTo(DF(), hn::LoadU(D16(), At(chunk, second)));
   }
-  static HWY_INLINE VF HalfTail(const std::byte* row, int element, bool second, int count) {
+  static HWY_INLINE VF HalfTail(const std::byte* chunk, bool second, int count) {
     const DF d;
     const int left = std::min(count - (second ? kLanes : 0), kLanes);
     if (left <= 0) return hn::Zero(d);
     // Tails are rare and short: go through memory.
     HWY_ALIGN hwy::float16_t copy[kLanes] = {};
-    std::memcpy(copy, At(row, element, second),
-                static_cast<std::size_t>(left) * sizeof(hwy::float16_t));
+    std::memcpy(copy, At(chunk, second), static_cast<std::size_t>(left) * sizeof(hwy::float16_t));
     return hn::PromoteTo(d, hn::Load(D16(), copy));
   }
 };
 
 struct LoadQ8 {
   static constexpr bool kEvenOdd = false;
-  static_assert(Q8Block::kElements % kChunk == 0);
+  static constexpr bool kScaled = true;
+  static constexpr int kUnit = Q8Block::kElements;  // elements that have a scale
+  static_assert(kUnit % kChunk == 0);
 
-  static HWY_INLINE VF Half(const std::byte* row, int element, bool second) {
-    const DF d;
+  static std::uint16_t ScaleBits(const std::byte* row, int unit) {
+    return reinterpret_cast<const Q8Block*>(row)[unit].scale;
+  }
+  static std::ptrdiff_t Offset(int element) {
+    return std::ptrdiff_t{element / kUnit} * static_cast<std::ptrdiff_t>(sizeof(Q8Block)) +
+           static_cast<std::ptrdiff_t>(offsetof(Q8Block, values)) + element % kUnit;
+  }
+  static HWY_INLINE VF Half(const std::byte* chunk, bool second) {
     const hn::RebindToSigned<DF> di;
     const hn::Rebind<std::int8_t, DF> d8;
-    const hn::Rebind<std::uint16_t, DF> d16;
-    const hn::Rebind<hwy::float16_t, DF> dh;
-    const Q8Block& block = reinterpret_cast<const Q8Block*>(row)[element / Q8Block::kElements];
-    const std::int8_t* p = block.values + element % Q8Block::kElements + (second ? kLanes : 0);
-    const VF scale = hn::PromoteTo(d, hn::BitCast(dh, hn::Set(d16, block.scale)));
-    return hn::Mul(scale, hn::ConvertTo(d, hn::PromoteTo(di, hn::LoadU(d8, p))));
+    const auto* values = reinterpret_cast<const std::int8_t*>(chunk) + (second ? kLanes : 0);
+    return hn::ConvertTo(DF(), hn::PromoteTo(di, hn::LoadU(d8, values)));
   }
   // The last block is whole, so a chunk never leaves it; surplus elements meet zeros in the query
   // and are dropped from the output.
-  static HWY_INLINE VF HalfTail(const std::byte* row, int element, bool second, int /*count*/) {
-    return Half(row, element, second);
+  static HWY_INLINE VF HalfTail(const std::byte* chunk, bool second, int /*count*/) {
+    return Half(chunk, second);
   }
 };
 

@@ -18,6 +18,7 @@
 #include <limits>
 
 #include "treeline/dtype.h"
+#include "treeline/spec.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace treeline::cpu::HWY_NAMESPACE {

@@ -9,6 +9,8 @@
 #endif
 
 #include <cmath>
+#include <cstring>
+#include <type_traits>
 
 #include "kernels/cpu/kv_group.h"
 #include "kernels/cpu/kv_load-inl.h"
@@ -83,6 +85,36 @@ HWY_INLINE void StoreSums(VF a, VF b, VF c, VF e, float* sums) {
 }
 #endif
 
+// Scales of a block's keys or values, of loaders that leave them to be multiplied with.
+struct UnitScales {
+  static constexpr int kUnits = (AttentionSpec::kMaxHeadDim + LoadQ8::kUnit - 1) / LoadQ8::kUnit;
+
+  // Of the first `keys` keys; scales of the others are 0.
+  void Load(const BlockRows& block, int keys, int dim) {
+    const DF d;
+    const hn::Rebind<hwy::float16_t, DF> dh;
+    const int units = (dim + LoadQ8::kUnit - 1) / LoadQ8::kUnit;
+    HWY_ALIGN std::uint16_t bits[kUnits * kBlock];
+    if (keys < kBlock) std::memset(bits, 0, sizeof(bits));
+    // Four at a time: without that, counting takes longer than copying.
+    for (int key = 0; key < keys; ++key) {
+      const std::byte* row = block.rows[key] + block.offset;
+      int u = 0;
+      for (; u + 4 <= units; u += 4) {
+#pragma GCC unroll 4
+        for (int i = u; i < u + 4; ++i) bits[i * kBlock + key] = LoadQ8::ScaleBits(row, i);
+      }
+      for (; u < units; ++u) bits[u * kBlock + key] = LoadQ8::ScaleBits(row, u);
+    }
+    for (int i = 0; i < units * kBlock; i += kLanes) {
+      const auto* halves = reinterpret_cast<const hwy::float16_t*>(bits + i);
+      hn::Store(hn::PromoteTo(d, hn::Load(dh, halves)), d, of + i);
+    }
+  }
+
+  HWY_ALIGN float of[kUnits * kBlock];  // [unit, key]
+};
+
 // Arithmetic on one block for one slab; `scores` is what passes from one step to the next.
 template <class Loader>
 class SlabKernel {
@@ -92,6 +124,15 @@ class SlabKernel {
       : head_dim_(spec.head_dim), v_head_dim_(spec.v_head_dim), qk_dim_(qk_dim), v_dim_(v_dim) {}
 
   float* scores() { return scores_; }  // [kBlock, kSlabRows]
+  const auto& k_scales() const { return k_scales_; }
+
+  // Comes before all else that is done with a block, which has so many keys.
+  HWY_INLINE void Begin(const BlockRows& k, const BlockRows& v, int keys) {
+    if constexpr (Loader::kScaled) {
+      k_scales_.Load(k, keys, head_dim_);
+      v_scales_.Load(v, keys, v_head_dim_);
+    }
+  }
 
   // scores[key, row] = query . key.
   HWY_INLINE void Scores(const float* query, const BlockRows& k) {
@@ -115,13 +156,17 @@ class SlabKernel {
 #pragma GCC unroll 4
       for (int j = 0; j < kKeys; ++j) row[j] = k.rows[key + j] + k.offset;
       for (int element = 0; element < whole; element += kChunk) {
+        const std::ptrdiff_t at = Loader::Offset(element);
+        const float* scales = ScalesOf(k_scales_, element) + key;
         AddProducts(query + element, sum, [&](int j, bool second) HWY_ATTR {
-          return Loader::Half(row[j], element, second);
+          return Scaled(scales[j], Loader::Half(row[j] + at, second));
         });
       }
       if (whole < head_dim_) {
+        const std::ptrdiff_t at = Loader::Offset(whole);
+        const float* scales = ScalesOf(k_scales_, whole) + key;
         AddProducts(query + whole, sum, [&](int j, bool second) HWY_ATTR {
-          return Loader::HalfTail(row[j], whole, second, head_dim_ - whole);
+          return Scaled(scales[j], Loader::HalfTail(row[j] + at, second, head_dim_ - whole));
         });
       }
 #pragma GCC unroll 4
@@ -163,6 +208,7 @@ class SlabKernel {
     const std::byte* row[kBlock];
     for (int key = 0; key < kBlock; ++key) row[key] = v.rows[key] + v.offset;
     const int whole = v_head_dim_ / kChunk * kChunk;
+    if constexpr (Loader::kScaled) ScaleWeights();
     int fetched = 0;
     // Fetches as large a part of the rows as the columns up to `end` are of all: a burst would fill
     // the buffers of outstanding misses and stop everything.
@@ -188,9 +234,11 @@ class SlabKernel {
     if (whole < v_head_dim_) {
       fetch_until(v_head_dim_);
       const int count = v_head_dim_ - whole;
-      WeighVectors<2>(out + whole, [&](int key, int i) HWY_ATTR {
-        return Loader::HalfTail(row[key], whole, i == 1, count);
-      });
+      WeighVectors<2>(
+          out + whole, [&](int) HWY_ATTR { return WeightsOf(whole); },
+          [&](int key, int i) HWY_ATTR {
+            return Loader::HalfTail(row[key] + Loader::Offset(whole), i == 1, count);
+          });
     }
   }
 
@@ -202,10 +250,11 @@ class SlabKernel {
       const VF weight = hn::Set(d, scores_[key * kSlabRows + r]);
       for (int element = 0; element < v_head_dim_; element += kChunk) {
         const int left = v_head_dim_ - element;
+        const std::byte* chunk = v.rows[key] + v.offset + Loader::Offset(element);
         for (int half = 0; half < 2; ++half) {
-          const std::byte* row = v.rows[key] + v.offset;
-          const VF x = left >= kChunk ? Loader::Half(row, element, half == 1)
-                                      : Loader::HalfTail(row, element, half == 1, left);
+          const VF x = Scaled(ScalesOf(v_scales_, element)[key],
+                              left >= kChunk ? Loader::Half(chunk, half == 1)
+                                             : Loader::HalfTail(chunk, half == 1, left));
           float* p = out + element + half * kLanes;
           hn::Store(hn::MulAdd(weight, x, hn::Load(d, p)), d, p);
         }
@@ -214,6 +263,49 @@ class SlabKernel {
   }
 
  private:
+  struct Nothing {};
+  static constexpr int kWeights = kBlock * kSlabRows;
+
+  // The scales that the chunk at `element` has in each row of a block.
+  template <class Scales>
+  HWY_INLINE const float* ScalesOf(const Scales& scales, [[maybe_unused]] int element) const {
+    if constexpr (Loader::kScaled) return scales.of + element / Loader::kUnit * kBlock;
+    return scores_;  // not read
+  }
+
+  // What a loader gave, as it is in a row.
+  static HWY_INLINE VF Scaled([[maybe_unused]] const float& scale, VF x) {
+    if constexpr (Loader::kScaled) return hn::Mul(hn::Set(DF(), scale), x);
+    return x;
+  }
+
+  // Weights of a block, for the chunk at `element`.
+  HWY_INLINE const float* WeightsOf([[maybe_unused]] int element) const {
+    if constexpr (Loader::kScaled) return scaled_weights_.of + element / Loader::kUnit * kWeights;
+    return scores_;
+  }
+
+  // A value's scale is the same for all elements of a unit: it is cheaper to multiply the weights.
+  HWY_INLINE void ScaleWeights() {
+    const DF d;
+    const hn::RebindToSigned<DF> di;
+    const int units = (v_head_dim_ + Loader::kUnit - 1) / Loader::kUnit;
+    // Of kLanes keys: vector s of their weights has keys (s * kLanes + lane) / kSlabRows.
+#pragma GCC unroll 4
+    for (int s = 0; s < kSlabRows; ++s) {
+      const auto keys = hn::IndicesFromVec(
+          d, hn::ShiftRight<2>(hn::Iota(di, static_cast<std::int32_t>(s * kLanes))));
+      for (int u = 0; u < units; ++u) {
+        for (int key = 0; key < kBlock; key += kLanes) {
+          const VF scales = hn::Load(d, v_scales_.of + u * kBlock + key);
+          const int at = key * kSlabRows + s * kLanes;
+          hn::Store(hn::Mul(hn::Load(d, scores_ + at), hn::TableLookupLanes(scales, keys)), d,
+                    scaled_weights_.of + u * kWeights + at);
+        }
+      }
+    }
+  }
+
   // sum[key][row] += query[row] * load(key, half), over one chunk.
   template <class Load>
   HWY_INLINE void AddProducts(const float* query, VF (&sum)[kTileKeys][kSlabRows],
@@ -262,14 +354,24 @@ class SlabKernel {
   template <int kVectors, int kFirst>
   HWY_INLINE void WeighVectors(float* out, int v, const std::byte* const (&row)[kBlock]) {
     const int element = v / 2 * kChunk;
-    WeighVectors<kVectors>(out + v * kLanes, [&](int key, int i) HWY_ATTR {
-      return Loader::Half(row[key], element + (kFirst + i) / 2 * kChunk, (kFirst + i) % 2 == 1);
-    });
+    constexpr int kChunks = (kFirst + kVectors + 1) / 2;
+    std::ptrdiff_t at[kChunks];
+    const float* weights[kChunks];
+#pragma GCC unroll 4
+    for (int c = 0; c < kChunks; ++c) {
+      at[c] = Loader::Offset(element + c * kChunk);
+      weights[c] = WeightsOf(element + c * kChunk);
+    }
+    WeighVectors<kVectors>(
+        out + v * kLanes, [&](int i) HWY_ATTR { return weights[(kFirst + i) / 2]; },
+        [&](int key, int i) HWY_ATTR {
+          return Loader::Half(row[key] + at[(kFirst + i) / 2], (kFirst + i) % 2 == 1);
+        });
   }
 
-  // out[row, 0 … kVectors) += sum over keys of weight * load(key, vector).
-  template <int kVectors, class Load>
-  HWY_INLINE void WeighVectors(float* out, const Load& load) {
+  // out[row, 0 … kVectors) += sum over keys of weights(vector)[key, row] * load(key, vector).
+  template <int kVectors, class Weights, class Load>
+  HWY_INLINE void WeighVectors(float* out, const Weights& weights, const Load& load) {
     const DF d;
     VF sum[kSlabRows][kVectors];
 #pragma GCC unroll 4
@@ -283,9 +385,11 @@ class SlabKernel {
       for (int i = 0; i < kVectors; ++i) x[i] = load(key, i);
 #pragma GCC unroll 4
       for (int r = 0; r < kSlabRows; ++r) {
-        const VF weight = hn::Set(d, scores_[key * kSlabRows + r]);
 #pragma GCC unroll 4
-        for (int i = 0; i < kVectors; ++i) sum[r][i] = hn::MulAdd(weight, x[i], sum[r][i]);
+        for (int i = 0; i < kVectors; ++i) {
+          const VF weight = hn::Set(d, weights(i)[key * kSlabRows + r]);
+          sum[r][i] = hn::MulAdd(weight, x[i], sum[r][i]);
+        }
       }
     }
 #pragma GCC unroll 4
@@ -299,7 +403,13 @@ class SlabKernel {
   const int v_head_dim_;
   const int qk_dim_;
   const int v_dim_;
-  HWY_ALIGN float scores_[kBlock * kSlabRows];
+  HWY_ALIGN float scores_[kWeights];
+  struct ScaledWeights {
+    HWY_ALIGN float of[UnitScales::kUnits * kWeights];  // [unit, key, row]
+  };
+  std::conditional_t<Loader::kScaled, UnitScales, Nothing> k_scales_;
+  std::conditional_t<Loader::kScaled, UnitScales, Nothing> v_scales_;
+  std::conditional_t<Loader::kScaled, ScaledWeights, Nothing> scaled_weights_;
 };
 
 }  // namespace treeline::cpu::HWY_NAMESPACE

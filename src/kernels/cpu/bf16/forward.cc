@@ -44,6 +44,8 @@ struct Workspace {
       weights[i] = arena.Take<Bits>(std::size_t{kSide} * kKeyTile);
     }
     zeros = arena.Take<Bits>(AttentionSpec::kMaxHeadDim);
+    rounded_k = arena.Take<Bits>(std::size_t{kSide} * qk_dim);
+    rounded_v = arena.Take<Bits>(std::size_t{kSide} * v_dim);
     maximum = arena.Take<float>(most);
     sum = arena.Take<float>(most * kLanes);
     key_offset = arena.Take<float>(kKeyTile);
@@ -61,10 +63,12 @@ struct Workspace {
   float* scores[2];   // [kSide, kKeyTile]: products, then scores in the log2 domain
   Bits* weights[2];   // [kSide, kKeyTile]
   Bits* zeros;        // a row of keys beyond the last
+  Bits* rounded_k;    // [kSide, qk_dim]: rows that are not bf16 in memory
+  Bits* rounded_v;    // [kSide, v_dim]
   float* maximum;     // [row], log2 domain, may lag
   float* sum;         // [row, kLanes]
   float* key_offset;  // [key], position relative to the tile's first
-  float* row;         // a row of values, widened
+  float* row;         // a row, widened
   std::size_t bytes;
 };
 
@@ -100,14 +104,23 @@ class Block {
     w_.rows.Load(spec_, task_, args_.kv_head, args_.row_begin, args_.rows, strips_ * kSide);
     std::memset(w_.query, 0, sizeof(Bits) * strips_ * kSide * w_.qk_dim);
     for (int i = 0; i < args_.rows; ++i) {
-      std::memcpy(w_.query + i * w_.qk_dim, task_.q.Row(w_.rows.token[i], w_.rows.head[i]),
-                  sizeof(Bits) * spec_.head_dim);
+      const std::byte* row = task_.q.Row(w_.rows.token[i], w_.rows.head[i]);
+      const Bits* bits = InBf16(task_.q.dtype, row, spec_.head_dim, w_.query + i * w_.qk_dim);
+      std::memmove(w_.query + i * w_.qk_dim, bits, sizeof(Bits) * spec_.head_dim);
     }
     const int rows = strips_ * kSide;
     std::memset(w_.out, 0, sizeof(float) * rows * w_.v_dim);
     std::memset(w_.sum, 0, sizeof(float) * rows * kLanes);
     std::fill_n(w_.maximum, rows, kNoScore);
     std::memset(w_.zeros, 0, sizeof(Bits) * AttentionSpec::kMaxHeadDim);
+  }
+
+  // A row of any type: where it lies, if it is bf16 there; otherwise rounded, in `target`.
+  const Bits* InBf16(DType dtype, const std::byte* row, int dim, Bits* target) const {
+    if (dtype == DType::kBF16) return reinterpret_cast<const Bits*>(row);
+    WidenRow(dtype, row, dim, w_.row);
+    RoundRow(w_.row, dim, target);
+    return target;
   }
 
   void LoadTile(std::int64_t slot, int keys) {
@@ -120,8 +133,10 @@ class Block {
         const std::int64_t key = slot + g * kSide + j;
         k[j] = v[j] = w_.zeros;
         if (g * kSide + j >= keys) continue;
-        k[j] = reinterpret_cast<const Bits*>(task_.kv.KeyRow(key, args_.kv_head));
-        v[j] = reinterpret_cast<const Bits*>(task_.kv.ValueRow(key, args_.kv_head));
+        k[j] = InBf16(task_.kv.dtype, task_.kv.KeyRow(key, args_.kv_head), spec_.head_dim,
+                      w_.rounded_k + j * w_.qk_dim);
+        v[j] = InBf16(task_.kv.dtype, task_.kv.ValueRow(key, args_.kv_head), spec_.v_head_dim,
+                      w_.rounded_v + j * w_.v_dim);
         values_finite_ = values_finite_ && AllFiniteBits(v[j], spec_.v_head_dim);
       }
       Bits* tiles = w_.keys + g * kSide * w_.qk_dim;
@@ -297,7 +312,8 @@ class Block {
         const int i = step.strip * kSide + r;
         if (slot < w_.rows.visible[i].begin || slot >= w_.rows.visible[i].end) continue;
         if (!loaded) {
-          WidenRow(DType::kBF16, task_.kv.ValueRow(slot, args_.kv_head), spec_.v_head_dim, w_.row);
+          WidenRow(task_.kv.dtype, task_.kv.ValueRow(slot, args_.kv_head), spec_.v_head_dim,
+                   w_.row);
           loaded = true;
         }
         const float weight = F32FromBF16(step.weights[r * kKeyTile + j]);

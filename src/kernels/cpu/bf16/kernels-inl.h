@@ -26,6 +26,9 @@ void Bf16Forward(const ForwardArgs& args, const bf16::Multiplier& multiplier) no
 std::size_t Bf16BackwardWorkspace(const AttentionSpec& spec) noexcept;
 void Bf16Backward(const BackwardArgs& args, const bf16::Multiplier& multiplier) noexcept;
 
+void RoundTokens(const RoundTokensArgs& args) noexcept;
+void PackTiles(const PackTilesArgs& args) noexcept;
+
 // Adds tables of machines that multiply in bf16, as far as this is one, to `tables`, whose last is
 // that of AVX-512: before it what is slower, after it what is faster. If this is none, one for
 // tests.

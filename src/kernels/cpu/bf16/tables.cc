@@ -1,5 +1,5 @@
 // Tables of machines that multiply in bf16: what AVX-512 has, with forward and backward attention
-// in bf16 where queries, keys and values are.
+// in bf16 where queries, keys and values are, or may be rounded to it.
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/cpu/bf16/tables.cc"
@@ -19,7 +19,7 @@ namespace treeline::cpu::HWY_NAMESPACE {
 namespace {
 
 template <class Task>
-bool InBf16(const Task& task) {
+bool IsBf16(const Task& task) {
   return task.q.dtype == DType::kBF16 && task.kv.dtype == DType::kBF16;
 }
 
@@ -34,7 +34,7 @@ std::size_t WorkspaceOfBackward(const AttentionSpec& spec) noexcept {
 // `kMultiplier` says how to multiply; it never returns null where the table is used.
 template <const bf16::Multiplier* (*kMultiplier)()>
 void ForwardWith(const ForwardArgs& args) noexcept {
-  if (InBf16(*args.task)) {
+  if (args.spec->bf16_forward || IsBf16(*args.task)) {
     Bf16Forward(args, *kMultiplier());
   } else {
     Forward(args);
@@ -43,7 +43,7 @@ void ForwardWith(const ForwardArgs& args) noexcept {
 
 template <const bf16::Multiplier* (*kMultiplier)()>
 void BackwardWith(const BackwardArgs& args) noexcept {
-  if (InBf16(*args.task)) {
+  if (IsBf16(*args.task)) {
     Bf16Backward(args, *kMultiplier());
   } else {
     Backward(args);
@@ -55,7 +55,10 @@ const bf16::Multiplier* Plain() { return &bf16::PlainMultiplier(); }
 template <const bf16::Multiplier* (*kMultiplier)()>
 KernelTable With(KernelTable table, Isa isa) {
   table.isa = isa;
+  if (isa != Isa::kAvx512Bf16) table.i16 = nullptr;
   table.multiplier = kMultiplier();
+  table.round_tokens = RoundTokens;
+  table.pack_tiles = PackTiles;
   table.forward_workspace = WorkspaceOfForward;
   table.forward = ForwardWith<kMultiplier>;
   table.backward_workspace = WorkspaceOfBackward;

@@ -1,7 +1,7 @@
 // Products of many tokens with a matrix of weights, panel by panel.
 
 #undef HWY_TARGET_INCLUDE
-#define HWY_TARGET_INCLUDE "kernels/cpu/multiply.cc"
+#define HWY_TARGET_INCLUDE "kernels/cpu/gemm/panels.cc"
 #include <hwy/foreach_target.h>
 // After foreach_target.h.
 #include <hwy/highway.h>

@@ -5,7 +5,7 @@
 // keys.
 
 #undef HWY_TARGET_INCLUDE
-#define HWY_TARGET_INCLUDE "kernels/cpu/dot_rows.cc"
+#define HWY_TARGET_INCLUDE "kernels/cpu/gemm/dot_rows.cc"
 #include <hwy/foreach_target.h>
 // After foreach_target.h.
 #include <hwy/highway.h>
