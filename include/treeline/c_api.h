@@ -28,7 +28,7 @@
 extern "C" {
 #endif
 
-#define TREELINE_ABI_VERSION 1
+#define TREELINE_ABI_VERSION 2
 
 // Version of the library, as "0.1.0".
 TREELINE_C_API const char* treeline_version(void);
@@ -54,8 +54,8 @@ typedef struct treeline_context treeline_context;
 
 // Starts `threads` - 1 threads; the caller of each function is the remaining one. `abi_version` is
 // TREELINE_ABI_VERSION, and any other number an error: header and library do not belong together.
-// `isa` is "scalar", "sse4", "avx2", "avx512" or "neon"; null is the best that the CPU can run,
-// unless the environment variable TREELINE_ISA names another.
+// `isa` is "scalar", "sse4", "avx2", "avx512", "avx512-bf16", "amx" or "neon"; null is the best
+// that the CPU can run, unless the environment variable TREELINE_ISA names another.
 TREELINE_C_API treeline_status treeline_context_create(int32_t abi_version, int32_t threads,
                                                        const char* isa, treeline_context** context);
 
@@ -71,7 +71,7 @@ TREELINE_C_API treeline_status treeline_context_peak_bytes(treeline_context* con
                                                            size_t* bytes);
 TREELINE_C_API treeline_status treeline_context_reset_peak(treeline_context* context);
 
-// Storage type of a tensor's elements. Arithmetic is f32 for all of them.
+// Storage type of a tensor's elements. Sums are f32 for all of them.
 typedef int32_t treeline_dtype;
 enum {
   TREELINE_F32 = 0,
@@ -109,6 +109,10 @@ typedef struct treeline_spec {
   size_t alibi_slopes_count;  // 0 or heads
   const float* sinks;         // [sinks_count]; may be null if that is 0
   size_t sinks_count;         // 0 or heads
+  int32_t bf16_forward;  // 0 or 1; if 1, attention of many tokens may be computed in bf16, on CPUs
+                         // that multiply in it
+  int32_t int8_queries;  // 0 or 1; if 1, queries that meet q8_0 keys in decoding may be rounded to
+                         // 8 bits, on CPUs that multiply such numbers
 } treeline_spec;
 
 // Sets every field to the usual spec of a head shape: v_head_dim = head_dim,

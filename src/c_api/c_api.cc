@@ -98,19 +98,24 @@ std::vector<float> ToPerHead(const float* values, std::size_t count, const Atten
   return {span.begin(), span.end()};
 }
 
+bool ToBool(std::int32_t value, const char* name) {
+  Require(value == 0 || value == 1, name, " is ", value, "; it must be 0 or 1");
+  return value == 1;
+}
+
 AttentionSpec ToSpec(const treeline_spec* spec) {
   RequireNotNull(spec, "spec");
-  Require(spec->causal == 0 || spec->causal == 1, "causal is ", spec->causal,
-          "; it must be 0 or 1");
   AttentionSpec result;
   result.heads = spec->heads;
   result.kv_heads = spec->kv_heads;
   result.head_dim = spec->head_dim;
   result.v_head_dim = spec->v_head_dim;
   result.scale = spec->scale;
-  result.causal = spec->causal == 1;
+  result.causal = ToBool(spec->causal, "causal");
   result.window = spec->window;
   result.softcap = spec->softcap;
+  result.bf16_forward = ToBool(spec->bf16_forward, "bf16_forward");
+  result.int8_queries = ToBool(spec->int8_queries, "int8_queries");
   Validate(result);
   result.alibi_slopes =
       ToPerHead(spec->alibi_slopes, spec->alibi_slopes_count, result, "alibi_slopes");
@@ -341,7 +346,9 @@ treeline_status treeline_spec_init(treeline_spec* spec, int32_t heads, int32_t k
              .alibi_slopes = nullptr,
              .alibi_slopes_count = 0,
              .sinks = nullptr,
-             .sinks_count = 0};
+             .sinks_count = 0,
+             .bf16_forward = usual.bf16_forward ? 1 : 0,
+             .int8_queries = usual.int8_queries ? 1 : 0};
   });
 }
 

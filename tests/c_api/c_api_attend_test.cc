@@ -72,6 +72,18 @@ TEST(CApiAttend, PassesEveryFieldOfTheSpec) {
   }
 }
 
+// Not every CPU has another way to compute then: both APIs must choose the same.
+TEST(CApiAttend, PassesWhatMayBeRounded) {
+  Problem decoding(DType::kQ8_0);
+  decoding.spec.int8_queries = true;
+  decoding.c_spec.int8_queries = 1;
+  ExpectSameAttention(decoding);
+  Problem forward(DType::kF32, /*query_tokens=*/20);
+  forward.spec.bf16_forward = true;
+  forward.c_spec.bf16_forward = 1;
+  ExpectSameAttention(forward);
+}
+
 TEST(CApiAttend, ReadsPages) {
   constexpr int kPageSlots = 32;
   Problem p;
@@ -181,6 +193,8 @@ TEST(CApiAttend, RejectsBadSpecs) {
       {"softcap is -1", [](Problem& p) { p.c_spec.softcap = -1.0f; }},
       {"window is -1", [](Problem& p) { p.c_spec.window = -1; }},
       {"causal is 2", [](Problem& p) { p.c_spec.causal = 2; }},
+      {"bf16_forward is -1", [](Problem& p) { p.c_spec.bf16_forward = -1; }},
+      {"int8_queries is 2", [](Problem& p) { p.c_spec.int8_queries = 2; }},
       {"alibi_slopes is null", [](Problem& p) { p.c_spec.alibi_slopes_count = 4; }},
       {"alibi_slopes_count is 3",
        [](Problem& p) {

@@ -25,7 +25,7 @@ static_assert(TREELINE_OK == 0 && TREELINE_ERROR_ARGUMENT == 1 && TREELINE_ERROR
               TREELINE_ERROR_MEMORY == 5 && TREELINE_ERROR_INTERNAL == 6);
 // If one of these fails, TREELINE_ABI_VERSION has to grow.
 static_assert(sizeof(void*) != 8 ||
-              (TREELINE_ABI_VERSION == 1 && sizeof(treeline_spec) == 72 &&
+              (TREELINE_ABI_VERSION == 2 && sizeof(treeline_spec) == 80 &&
                sizeof(treeline_tensor) == 48 && sizeof(treeline_gradient) == 40 &&
                sizeof(treeline_kv) == 104 && sizeof(treeline_positions) == 64 &&
                sizeof(treeline_partial) == 32 && sizeof(treeline_attend_task) == 312 &&
@@ -78,7 +78,7 @@ TEST(CApiContext, RejectsWhatItCannotUse) {
     return status;
   };
   constexpr int kAbi = TREELINE_ABI_VERSION;
-  EXPECT_TRUE(Rejects(create(kAbi + 1, 1, nullptr), "abi_version is 2"));
+  EXPECT_TRUE(Rejects(create(kAbi + 1, 1, nullptr), "abi_version is " + std::to_string(kAbi + 1)));
   EXPECT_TRUE(Rejects(create(kAbi, 0, nullptr), "threads is 0"));
   EXPECT_TRUE(Rejects(create(kAbi, -1, nullptr), "threads is -1"));
   EXPECT_TRUE(Rejects(create(kAbi, ThreadPool::kMaxThreads + 1, nullptr), "threads is 4097"));
@@ -181,6 +181,8 @@ TEST(CApiSpec, InitGivesTheUsualSpec) {
   EXPECT_EQ(spec.alibi_slopes_count, 0u);
   EXPECT_EQ(spec.sinks, nullptr);
   EXPECT_EQ(spec.sinks_count, 0u);
+  EXPECT_EQ(spec.bf16_forward, 0);
+  EXPECT_EQ(spec.int8_queries, 0);
 }
 
 TEST(CApiSpec, InitRejectsBadShapes) {

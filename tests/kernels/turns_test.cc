@@ -15,20 +15,30 @@ namespace {
 using namespace std::chrono_literals;
 
 // Items take the steps as the backward kernel does: those of a group share rows, the first of a
-// group has no predecessor, and steps may be skipped.
+// group has no predecessor, and steps may be skipped. Some groups at a time take turns to have an
+// item.
 struct Work {
   int threads;
   std::uint32_t items;
   std::uint32_t items_per_group;
+  std::uint32_t groups_at_a_time = 1;
   std::uint32_t steps;
   std::function<bool(std::uint32_t item, std::uint32_t step)> skips;
+
+  std::uint32_t GroupOf(std::uint32_t item) const {
+    return item / (items_per_group * groups_at_a_time) * groups_at_a_time + item % groups_at_a_time;
+  }
+  bool IsFirst(std::uint32_t item) const { return item / groups_at_a_time % items_per_group == 0; }
+  // Items by the steps that they take: [group, step].
+  std::vector<std::vector<std::uint32_t>> Nobody() const {
+    return std::vector<std::vector<std::uint32_t>>((GroupOf(items - 1) + groups_at_a_time) * steps);
+  }
 };
 
 // The items that took each step, in the order in which they did: [group, step]. Nothing but the
 // turns orders the additions to these vectors.
 std::vector<std::vector<std::uint32_t>> RunInTurns(const Work& work) {
-  const std::uint32_t groups = (work.items + work.items_per_group - 1) / work.items_per_group;
-  std::vector<std::vector<std::uint32_t>> passed(groups * work.steps);
+  auto passed = work.Nobody();
   for (auto& items : passed) items.reserve(work.items_per_group);
   Turns turns(work.threads);
   std::atomic<std::uint32_t> next{0};
@@ -36,15 +46,16 @@ std::vector<std::vector<std::uint32_t>> RunInTurns(const Work& work) {
     for (;;) {
       const std::uint32_t item = next.fetch_add(1, std::memory_order_relaxed);
       if (item >= work.items) return;
-      const bool first = item % work.items_per_group == 0;
+      const bool first = work.IsFirst(item);
+      const std::uint32_t predecessor = item - work.groups_at_a_time;
       turns.Begin(item);
       for (std::uint32_t step = 0; step < work.steps; ++step) {
         if (work.skips(item, step)) continue;
-        if (!first) turns.AwaitPredecessor(item, step);
-        passed[item / work.items_per_group * work.steps + step].push_back(item);
+        if (!first) turns.AwaitPredecessor(predecessor, step);
+        passed[work.GroupOf(item) * work.steps + step].push_back(item);
         turns.Pass(item, step);
       }
-      if (!first) turns.AwaitPredecessor(item, Turns::kEnded - 1);
+      if (!first) turns.AwaitPredecessor(predecessor, Turns::kEnded - 1);
       turns.End(item);
     }
   };
@@ -56,17 +67,15 @@ std::vector<std::vector<std::uint32_t>> RunInTurns(const Work& work) {
 }
 
 void ExpectInOrder(const Work& work) {
-  const auto passed = RunInTurns(work);
-  for (std::size_t i = 0; i < passed.size(); ++i) {
-    const auto group = static_cast<std::uint32_t>(i) / work.steps;
-    const auto step = static_cast<std::uint32_t>(i) % work.steps;
-    std::vector<std::uint32_t> expected;
-    const std::uint32_t end = std::min((group + 1) * work.items_per_group, work.items);
-    for (std::uint32_t item = group * work.items_per_group; item < end; ++item) {
-      if (!work.skips(item, step)) expected.push_back(item);
+  auto expected = work.Nobody();
+  for (std::uint32_t item = 0; item < work.items; ++item) {
+    for (std::uint32_t step = 0; step < work.steps; ++step) {
+      if (!work.skips(item, step)) {
+        expected[work.GroupOf(item) * work.steps + step].push_back(item);
+      }
     }
-    ASSERT_EQ(passed[i], expected) << "group " << group << ", step " << step;
   }
+  EXPECT_EQ(RunInTurns(work), expected);
 }
 
 // A hash, so that skipped steps have no pattern.
@@ -127,6 +136,19 @@ TEST_P(TurnsTest, GroupsAreIndependent) {
   }
 }
 
+// As heads do: more of them than slots, and fewer.
+TEST_P(TurnsTest, GroupsMayTakeTurns) {
+  for (std::uint32_t groups : {2u, 8u, 100u}) {
+    ExpectInOrder(
+        {.threads = GetParam(),
+         .items = 2000,
+         .items_per_group = 13,
+         .groups_at_a_time = groups,
+         .steps = 3,
+         .skips = [](std::uint32_t item, std::uint32_t step) { return Mix(item, step) % 3 == 0; }});
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Threads, TurnsTest, ::testing::Values(1, 2, 3, 4, 16));
 
 // Whether `wait` is still blocked after some time, and ends once `release` was called.
@@ -147,9 +169,9 @@ TEST(TurnsWaitTest, StepWaitsForThePredecessorsSameStep) {
   turns.Begin(0);
   turns.Begin(1);
   turns.Pass(0, 0);
-  turns.AwaitPredecessor(1, 0);
-  ExpectBlocksUntil([&] { turns.AwaitPredecessor(1, 1); }, [&] { turns.Pass(0, 1); });
-  ExpectBlocksUntil([&] { turns.AwaitPredecessor(1, 2); }, [&] { turns.End(0); });
+  turns.AwaitPredecessor(0, 0);
+  ExpectBlocksUntil([&] { turns.AwaitPredecessor(0, 1); }, [&] { turns.Pass(0, 1); });
+  ExpectBlocksUntil([&] { turns.AwaitPredecessor(0, 2); }, [&] { turns.End(0); });
 }
 
 TEST(TurnsWaitTest, ALaterStepOrTheEndImpliesTheEarlierOnes) {
@@ -157,10 +179,10 @@ TEST(TurnsWaitTest, ALaterStepOrTheEndImpliesTheEarlierOnes) {
   turns.Begin(0);
   turns.Begin(1);
   turns.Pass(0, 7);
-  for (std::uint32_t step = 0; step <= 7; ++step) turns.AwaitPredecessor(1, step);
+  for (std::uint32_t step = 0; step <= 7; ++step) turns.AwaitPredecessor(0, step);
   turns.End(0);
-  turns.AwaitPredecessor(1, 1000000);
-  turns.AwaitPredecessor(1, Turns::kEnded - 1);
+  turns.AwaitPredecessor(0, 1000000);
+  turns.AwaitPredecessor(0, Turns::kEnded - 1);
 }
 
 TEST(TurnsWaitTest, StepWaitsForAPredecessorThatHasNotBegun) {
@@ -171,7 +193,7 @@ TEST(TurnsWaitTest, StepWaitsForAPredecessorThatHasNotBegun) {
     turns.Begin(item);
     turns.End(item);
   }
-  ExpectBlocksUntil([&] { turns.AwaitPredecessor(slots + 1, 0); },
+  ExpectBlocksUntil([&] { turns.AwaitPredecessor(slots, 0); },
                     [&] {
                       turns.Begin(slots);
                       turns.Pass(slots, 0);
@@ -184,7 +206,7 @@ TEST(TurnsWaitTest, BeginWaitsForTheSlot) {
   for (std::uint32_t item = 0; item < slots; ++item) turns.Begin(item);
   ExpectBlocksUntil([&] { turns.Begin(slots); }, [&] { turns.End(0); });
   // Item 0 is long ended: its slot now says so by a later item's number.
-  turns.AwaitPredecessor(1, Turns::kEnded - 1);
+  turns.AwaitPredecessor(0, Turns::kEnded - 1);
 }
 
 TEST(TurnsWaitTest, MemoryGrowsWithThreadsOnly) {

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <optional>
 #include <vector>
 
 #include "backend/cpu/parallel.h"
@@ -25,7 +26,9 @@ void AttendBackward(const AttentionSpec& spec, std::span<const BackwardTask> tas
   const auto blocks_of = [](const BackwardTask& task) {
     return (task.kv.slots + kKeys - 1) / kKeys;
   };
-  // Items of task i are [first[i], first[i + 1]): key heads, and within each its blocks in order.
+  // Items of task i are [first[i], first[i + 1]): blocks in order, and within each all key heads.
+  // Blocks of one head add to the same rows in turns: threads seldom meet there, while there are
+  // more heads than threads.
   std::vector<std::int64_t> first{0};
   for (std::size_t i = 0; i < tasks.size(); ++i) {
     cpu::ValidateTask(spec, tasks[i], i);
@@ -45,17 +48,19 @@ void AttendBackward(const AttentionSpec& spec, std::span<const BackwardTask> tas
     const auto after = std::upper_bound(first.begin(), first.end(), item);
     const auto index = static_cast<std::size_t>(after - first.begin()) - 1;
     const BackwardTask& task = tasks[index];
-    const std::int64_t blocks = blocks_of(task);
     const std::int64_t local = item - first[index];
-    const std::int64_t begin = local % blocks * kKeys;
+    const std::int64_t begin = local / spec.kv_heads * kKeys;
+    const auto number = static_cast<std::uint32_t>(item);
+    std::optional<std::uint32_t> predecessor;
+    if (begin > 0) predecessor = number - static_cast<std::uint32_t>(spec.kv_heads);
     table.backward({.spec = &spec,
                     .task = &task,
-                    .kv_head = static_cast<int>(local / blocks),
+                    .kv_head = static_cast<int>(local % spec.kv_heads),
                     .key_begin = begin,
                     .keys = static_cast<int>(std::min(kKeys, task.kv.slots - begin)),
                     .turns = &turns,
-                    .item = static_cast<std::uint32_t>(item),
-                    .first = begin == 0,
+                    .item = number,
+                    .predecessor = predecessor,
                     .workspace = workspace.data() + bytes * static_cast<std::size_t>(thread)});
   });
 }

@@ -140,13 +140,15 @@ class Block {
       ComputeScores();
       AccumulateKeyGradients();
       ComputeQueryGradient();
-      if (!args_.first) args_.turns->AwaitPredecessor(args_.item, step);
+      if (args_.predecessor) args_.turns->AwaitPredecessor(*args_.predecessor, step);
       AddQueryGradient(first, count);
       args_.turns->Pass(args_.item, step);
     }
     AddKeyGradients();
     // Blocks that were skipped are passed too: the end of this one implies those before it.
-    if (!args_.first) args_.turns->AwaitPredecessor(args_.item, Turns::kEnded - 1);
+    if (args_.predecessor) {
+      args_.turns->AwaitPredecessor(*args_.predecessor, Turns::kEnded - 1);
+    }
     args_.turns->End(args_.item);
   }
 

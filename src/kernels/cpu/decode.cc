@@ -23,7 +23,7 @@ HWY_BEFORE_NAMESPACE();
 namespace treeline::cpu::HWY_NAMESPACE {
 namespace {
 
-constexpr int kMaxSpread = 17;  // blocks that are interleaved
+constexpr int kMaxSpread = 65;  // blocks that are interleaved
 constexpr int kAhead = 2;  // blocks between the one that is computed and the one that is fetched
 constexpr int kPage = 4096;
 
@@ -201,8 +201,14 @@ class Decoder {
     return {&group, first + index % blocks, index / blocks};
   }
 
+  // What is left, in as few groups as can be, of about the same size.
+  static int EvenSpread(std::int64_t blocks, int spread) {
+    const std::int64_t groups = (blocks + spread - 1) / spread;
+    return static_cast<int>((blocks + groups - 1) / groups);
+  }
+
   std::int64_t Fill(KvGroup& group, std::int64_t slot, std::int64_t end, int spread) const {
-    if (!args_.in_order && end - slot < std::int64_t{kBlock} * spread) spread = 1;
+    if (!args_.in_order && spread > 1) spread = EvenSpread((end - slot) / kBlock, spread);
     group.Fill(kv_, slot, end, kMaxSpread, spread);
     return slot + group.slots;
   }

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "treeline/attention.h"
@@ -78,9 +79,10 @@ struct BackwardArgs {
   std::int64_t key_begin;
   int keys;  // at most kBackwardKeys
   Turns* turns;
-  std::uint32_t item;    // this block's number among all blocks
-  bool first;            // no earlier item adds to the same rows of dq
-  std::byte* workspace;  // backward_workspace(spec) bytes, 64-byte aligned
+  std::uint32_t item;                        // this block's number among all blocks
+  std::optional<std::uint32_t> predecessor;  // that of the block that adds to the same rows of dq
+                                             // before it, if there is one
+  std::byte* workspace;                      // backward_workspace(spec) bytes, 64-byte aligned
 };
 inline constexpr int kBackwardKeys = 192;  // likewise, query rows are loaded once for all of them
 

@@ -10,10 +10,10 @@
 
 namespace treeline::cpu {
 
-// Orders the additions of concurrent items to shared rows: item i may pass step s only after item
-// i - 1 has. Then sums come out the same for every number of threads. Items must be begun in the
-// order of their numbers, so that the lowest unfinished one never waits. The memory does not grow
-// with the number of items: a slot is reused when its item has ended.
+// Orders the additions of concurrent items to shared rows: item i may pass step s only after its
+// predecessor, some item before it, has. Then sums come out the same for every number of threads.
+// Items must be begun in the order of their numbers, so that the lowest unfinished one never waits.
+// The memory does not grow with the number of items: a slot is reused when its item has ended.
 class Turns {
  public:
   static constexpr std::uint32_t kEnded = 0xFFFFFFFF;
@@ -30,9 +30,9 @@ class Turns {
     Await(item, Pack(Tag(item) - 1, kEnded));
     Slot(item).store(Pack(Tag(item), 0), std::memory_order_release);
   }
-  // Waits until item - 1 has passed `step`. Skipped for an item that has no predecessor.
-  void AwaitPredecessor(std::uint32_t item, std::uint32_t step) {
-    Await(item - 1, Pack(Tag(item - 1), step + 1));
+  // Waits until an item that was begun before has passed `step`.
+  void AwaitPredecessor(std::uint32_t predecessor, std::uint32_t step) {
+    Await(predecessor, Pack(Tag(predecessor), step + 1));
   }
   void Pass(std::uint32_t item, std::uint32_t step) {
     Slot(item).store(Pack(Tag(item), step + 1), std::memory_order_release);
