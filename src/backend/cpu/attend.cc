@@ -31,6 +31,7 @@ struct Plan {
   std::int64_t head_parts = 1;   // of the key heads
   std::size_t parts_offset = 0;  // of the splits' partials, in floats; splits > 1 only
   // forward
+  std::int64_t block_rows = 0;
   std::int64_t row_blocks = 0;
 };
 
@@ -52,11 +53,7 @@ std::size_t PartialFloats(const AttentionSpec& spec, const AttendTask& task) {
 class Attention {
  public:
   Attention(const AttentionSpec& spec, std::span<const AttendTask> tasks, const Context& context)
-      : spec_(spec),
-        tasks_(tasks),
-        context_(context),
-        table_(TableFor(context)),
-        block_rows_(ForwardBlockRows(spec)) {
+      : spec_(spec), tasks_(tasks), context_(context), table_(TableFor(context)) {
     MakePlans();
   }
 
@@ -75,33 +72,47 @@ class Attention {
   // Query rows that share a key head.
   std::int64_t Rows(const AttendTask& task) const { return task.q.tokens * spec_.group(); }
 
-  // As many rows as a kernel takes at once, or fewer, so that there is work for all threads.
+  // As many rows as the kernel takes at once, or fewer, so that there is work for all threads.
   void ChooseBlockRows() {
     constexpr std::int64_t kLeast = 96;
-    const auto blocks = [&] {
-      std::int64_t count = 0;
-      for (const AttendTask& task : tasks_) {
-        if (Rows(task) > kDecodeRows) count += (Rows(task) + block_rows_ - 1) / block_rows_;
+    for (std::size_t i = 0; i < tasks_.size(); ++i) {
+      if (plans_[i].decode) continue;
+      const ForwardBlock block = table_.forward_block(spec_, tasks_[i]);
+      plans_[i].block_rows = block.rows;
+      workspace_bytes_ = std::max(workspace_bytes_, block.workspace_bytes);
+    }
+    for (bool smaller = true; smaller && CountBlocks() < std::int64_t{2} * Threads(context_);) {
+      smaller = false;
+      for (Plan& plan : plans_) {
+        if (plan.block_rows <= kLeast) continue;
+        plan.block_rows /= 2;
+        smaller = true;
       }
-      return count * spec_.kv_heads;
-    };
-    while (block_rows_ > kLeast && blocks() < std::int64_t{2} * Threads(context_)) block_rows_ /= 2;
+    }
+  }
+
+  // Sets the row blocks of all forward tasks; returns the pieces that they make.
+  std::int64_t CountBlocks() {
+    std::int64_t count = 0;
+    for (std::size_t i = 0; i < tasks_.size(); ++i) {
+      Plan& plan = plans_[i];
+      if (plan.decode) continue;
+      plan.row_blocks = (Rows(tasks_[i]) + plan.block_rows - 1) / plan.block_rows;
+      count += plan.row_blocks;
+    }
+    return count * spec_.kv_heads;
   }
 
   void MakePlans() {
-    ChooseBlockRows();
     plans_.resize(tasks_.size());
     std::int64_t total_slots = 0;
     for (std::size_t i = 0; i < tasks_.size(); ++i) {
-      const std::int64_t rows = Rows(tasks_[i]);
-      plans_[i].decode = rows <= kDecodeRows;
-      if (plans_[i].decode) {
-        plans_[i].slots = VisibleToAny(spec_, tasks_[i]);
-        total_slots += plans_[i].slots.size();
-      } else {
-        plans_[i].row_blocks = (rows + block_rows_ - 1) / block_rows_;
-      }
+      plans_[i].decode = Rows(tasks_[i]) <= kDecodeRows;
+      if (!plans_[i].decode) continue;
+      plans_[i].slots = VisibleToAny(spec_, tasks_[i]);
+      total_slots += plans_[i].slots.size();
     }
+    ChooseBlockRows();
     for (std::size_t i = 0; i < tasks_.size(); ++i) {
       Plan& plan = plans_[i];
       plan.first_item = items_;
@@ -109,7 +120,6 @@ class Attention {
         PlanDecode(tasks_[i], total_slots, plan);
       } else {
         plan.items = spec_.kv_heads * plan.row_blocks;
-        workspace_bytes_ = std::max(workspace_bytes_, table_.forward_workspace(spec_));
       }
       items_ += plan.items;
     }
@@ -165,12 +175,12 @@ class Attention {
   void RunForward(const AttendTask& task, const Plan& plan, std::int64_t item,
                   std::byte* workspace) const {
     const std::int64_t rows = Rows(task);
-    const std::int64_t begin = (plan.row_blocks - 1 - item % plan.row_blocks) * block_rows_;
+    const std::int64_t begin = (plan.row_blocks - 1 - item % plan.row_blocks) * plan.block_rows;
     table_.forward({.spec = &spec_,
                     .task = &task,
                     .kv_head = static_cast<int>(item / plan.row_blocks),
                     .row_begin = begin,
-                    .rows = static_cast<int>(std::min(block_rows_, rows - begin)),
+                    .rows = static_cast<int>(std::min(plan.block_rows, rows - begin)),
                     .workspace = workspace});
   }
 
@@ -217,7 +227,6 @@ class Attention {
   const std::span<const AttendTask> tasks_;
   const Context& context_;
   const KernelTable& table_;
-  std::int64_t block_rows_;  // of forward
   std::vector<Plan> plans_;
   std::int64_t items_ = 0;
   std::size_t workspace_bytes_ = 0;

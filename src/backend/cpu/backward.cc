@@ -22,18 +22,20 @@ void AttendBackward(const AttentionSpec& spec, std::span<const BackwardTask> tas
           "head_dim is ", spec.head_dim, " and v_head_dim ", spec.v_head_dim,
           "; gradients need at most ", AttentionSpec::kMaxBackwardHeadDim);
   const cpu::KernelTable& table = cpu::TableFor(context);
-  constexpr std::int64_t kKeys = cpu::kBackwardKeys;
-  const auto blocks_of = [](const BackwardTask& task) {
-    return (task.kv.slots + kKeys - 1) / kKeys;
-  };
   // Items of task i are [first[i], first[i + 1]): blocks in order, and within each all key heads.
   // Blocks of one head add to the same rows in turns: threads seldom meet there, while there are
   // more heads than threads.
   std::vector<std::int64_t> first{0};
+  std::vector<std::int64_t> keys_of_block;
+  std::size_t bytes = 0;  // of a thread's workspace
   for (std::size_t i = 0; i < tasks.size(); ++i) {
     cpu::ValidateTask(spec, tasks[i], i);
-    const std::int64_t items = tasks[i].q.tokens == 0 ? 0 : blocks_of(tasks[i]) * spec.kv_heads;
-    first.push_back(first.back() + items);
+    const cpu::BackwardBlock block = table.backward_block(spec, tasks[i]);
+    const std::int64_t blocks =
+        tasks[i].q.tokens == 0 ? 0 : (tasks[i].kv.slots + block.keys - 1) / block.keys;
+    first.push_back(first.back() + blocks * spec.kv_heads);
+    keys_of_block.push_back(block.keys);
+    bytes = std::max(bytes, (block.workspace_bytes + 63) / 64 * 64);
   }
   const std::int64_t items = first.back();
   Require(items < std::numeric_limits<std::uint32_t>::max(), "the batch has ", items,
@@ -41,7 +43,6 @@ void AttendBackward(const AttentionSpec& spec, std::span<const BackwardTask> tas
 
   const int threads = cpu::Threads(context);
   cpu::Turns turns(threads);
-  const std::size_t bytes = (table.backward_workspace(spec) + 63) / 64 * 64;
   const TrackedBuffer workspace(bytes * static_cast<std::size_t>(threads), Purpose::kWorkspace,
                                 context.memory);
   cpu::ForEach(context, items, [&](std::int64_t item, int thread) {
@@ -49,7 +50,8 @@ void AttendBackward(const AttentionSpec& spec, std::span<const BackwardTask> tas
     const auto index = static_cast<std::size_t>(after - first.begin()) - 1;
     const BackwardTask& task = tasks[index];
     const std::int64_t local = item - first[index];
-    const std::int64_t begin = local / spec.kv_heads * kKeys;
+    const std::int64_t keys = keys_of_block[index];
+    const std::int64_t begin = local / spec.kv_heads * keys;
     const auto number = static_cast<std::uint32_t>(item);
     std::optional<std::uint32_t> predecessor;
     if (begin > 0) predecessor = number - static_cast<std::uint32_t>(spec.kv_heads);
@@ -57,7 +59,7 @@ void AttendBackward(const AttentionSpec& spec, std::span<const BackwardTask> tas
                     .task = &task,
                     .kv_head = static_cast<int>(local % spec.kv_heads),
                     .key_begin = begin,
-                    .keys = static_cast<int>(std::min(kKeys, task.kv.slots - begin)),
+                    .keys = static_cast<int>(std::min(keys, task.kv.slots - begin)),
                     .turns = &turns,
                     .item = number,
                     .predecessor = predecessor,

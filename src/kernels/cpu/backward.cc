@@ -29,12 +29,13 @@ constexpr int kTileVectors = kLanes == 1 ? 4 : kManyRegisters ? 3 : 2;
 constexpr int kPanel = kTileVectors * kLanes;  // query rows of a panel
 // Query rows of a block: the tiles of a block then fit the second-level cache.
 constexpr int kRows = 96;
+constexpr int kKeys = 192;  // of a block
 // Elements of a sum that are added in one go: what they are multiplied with then stays in the
 // first-level cache for all rows.
 constexpr std::size_t kDepth = 96;
 constexpr int kAhead = 8;  // rows that are fetched before they are needed
 static_assert(kRows % kPanel == 0 && kPanel % 4 == 0 && kRows % kTileRows == 0 &&
-              kBackwardKeys % kTileRows == 0);
+              kKeys % kTileRows == 0);
 
 int RoundUp(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
@@ -45,19 +46,19 @@ struct Workspace {
     v_dim = RoundUp(spec.v_head_dim, kLanes);
     qk_row = RowStride(qk_dim);
     v_row = RowStride(v_dim);
-    k = arena.Take<float>(std::size_t{kBackwardKeys} * qk_row);
-    v = arena.Take<float>(std::size_t{kBackwardKeys} * v_row);
-    dk = arena.Take<float>(std::size_t{kBackwardKeys} * qk_row);
-    dv = arena.Take<float>(std::size_t{kBackwardKeys} * v_row);
+    k = arena.Take<float>(std::size_t{kKeys} * qk_row);
+    v = arena.Take<float>(std::size_t{kKeys} * v_row);
+    dk = arena.Take<float>(std::size_t{kKeys} * qk_row);
+    dv = arena.Take<float>(std::size_t{kKeys} * v_row);
     q = arena.Take<float>(std::size_t{kRows} * qk_row);
     q_t = arena.Take<float>(std::size_t{kRows} * spec.head_dim);
     d_out = arena.Take<float>(std::size_t{kRows} * v_row);
     d_out_t = arena.Take<float>(std::size_t{kRows} * spec.v_head_dim);
     // The last register tile of dq may reach past the last row.
     dq = arena.Take<float>(std::size_t{kRows + kTileRows} * qk_row);
-    p = arena.Take<float>(std::size_t{kBackwardKeys} * kRows);
-    ds = arena.Take<float>(std::size_t{kBackwardKeys} * kRows + kTileRows);
-    key_position = arena.Take<std::int64_t>(kBackwardKeys);
+    p = arena.Take<float>(std::size_t{kKeys} * kRows);
+    ds = arena.Take<float>(std::size_t{kKeys} * kRows + kTileRows);
+    key_position = arena.Take<std::int64_t>(kKeys);
     bytes = arena.used();
   }
 
@@ -377,8 +378,8 @@ class Block {
 
 }  // namespace
 
-std::size_t BackwardWorkspace(const AttentionSpec& spec) noexcept {
-  return Workspace(spec, nullptr).bytes;
+BackwardBlock BlockOfBackward(const AttentionSpec& spec, const BackwardTask& /*task*/) noexcept {
+  return {kKeys, Workspace(spec, nullptr).bytes};
 }
 
 void Backward(const BackwardArgs& args) noexcept { Block(args).Run(); }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <numbers>
@@ -74,7 +75,11 @@ struct BackwardRows {
     const float natural = task.lse[static_cast<std::size_t>(token * spec.heads + head)];
     const bool empty = natural == -std::numeric_limits<float>::infinity();
     Clear(i);
-    if (!empty) lse[i] = natural * std::numbers::log2e_v<float>;
+    // One NaN is as good as another, and kernels want one without a payload.
+    if (!empty) {
+      lse[i] = std::isnan(natural) ? std::numeric_limits<float>::quiet_NaN()
+                                   : natural * std::numbers::log2e_v<float>;
+    }
     delta[i] = d_out_out;
     if (!spec.alibi_slopes.empty()) {
       slope[i] = spec.alibi_slopes[static_cast<std::size_t>(head)] * std::numbers::log2e_v<float>;

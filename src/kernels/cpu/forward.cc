@@ -28,13 +28,18 @@ constexpr int kAhead = 8;                          // rows that are fetched befo
 constexpr int kTileRows = kManyRegisters ? 8 : 4;  // keys, or dims, of a register tile
 constexpr int kTileVectors = kLanes == 1 ? 4 : 3;  // panels are packed four rows at a time
 constexpr int kPanel = kTileVectors * kLanes;      // query rows of a panel
-constexpr int kPanels = kForwardRows / kPanel;
-static_assert(kForwardRows % kPanel == 0 && kPanel % 4 == 0 && kKeyTile % kTileRows == 0);
+constexpr int kMaxRows = 384;                      // of a block
+constexpr int kPanels = kMaxRows / kPanel;
+static_assert(kMaxRows % kPanel == 0 && kPanel % 4 == 0 && kKeyTile % kTileRows == 0);
+
+int BlockRows(const AttentionSpec& spec) {
+  return spec.head_dim <= 256 && spec.v_head_dim <= 256 ? kMaxRows : kMaxRows / 2;
+}
 
 struct Workspace {
   Workspace(const AttentionSpec& spec, std::byte* base) : Workspace(spec, Arena(base)) {}
-  Workspace(const AttentionSpec& spec, Arena arena) : rows(arena, kForwardRows) {
-    const auto block = static_cast<std::size_t>(ForwardBlockRows(spec));
+  Workspace(const AttentionSpec& spec, Arena arena) : rows(arena, kMaxRows) {
+    const auto block = static_cast<std::size_t>(BlockRows(spec));
     query = arena.Take<float>(block * spec.head_dim);
     out = arena.Take<float>(block * spec.v_head_dim);
     keys = arena.Take<float>(std::size_t{kKeyTile} * spec.head_dim);
@@ -42,8 +47,8 @@ struct Workspace {
     values = arena.Take<float>(std::size_t{kKeyTile} * v_row);
     scores = arena.Take<float>(std::size_t{kKeyTile} * kPanel);
     four_rows = arena.Take<float>(std::size_t{4} * spec.head_dim);
-    maximum = arena.Take<float>(kForwardRows);
-    sum = arena.Take<float>(kForwardRows);
+    maximum = arena.Take<float>(kMaxRows);
+    sum = arena.Take<float>(kMaxRows);
     tile_begin = arena.Take<std::int32_t>(kPanel);
     tile_end = arena.Take<std::int32_t>(kPanel);
     row_offset = arena.Take<float>(kPanel);
@@ -310,8 +315,8 @@ class Block {
 
 }  // namespace
 
-std::size_t ForwardWorkspace(const AttentionSpec& spec) noexcept {
-  return Workspace(spec, nullptr).bytes;
+ForwardBlock BlockOfForward(const AttentionSpec& spec, const AttendTask& /*task*/) noexcept {
+  return {BlockRows(spec), Workspace(spec, nullptr).bytes};
 }
 
 void Forward(const ForwardArgs& args) noexcept { Block(args).Run(); }

@@ -27,16 +27,16 @@ struct ForwardArgs {
   const AttendTask* task;
   int kv_head;
   std::int64_t row_begin;
-  int rows;              // at most ForwardBlockRows(spec)
-  std::byte* workspace;  // forward_workspace(spec) bytes, 64-byte aligned
+  int rows;              // at most those of forward_block()
+  std::byte* workspace;  // as many bytes as forward_block() says, 64-byte aligned
 };
-// Query rows of a block. Keys and values are loaded once for all of them, which costs as much as
-// computing where they lie far apart in memory: the more rows the better, as far as the
-// second-level cache and a thread's memory go.
-inline constexpr int kForwardRows = 384;
-inline int ForwardBlockRows(const AttentionSpec& spec) {
-  return spec.head_dim <= 256 && spec.v_head_dim <= 256 ? kForwardRows : kForwardRows / 2;
-}
+// What a kernel wants to be given at once. Keys and values are loaded once for all rows of a block,
+// which costs as much as computing where they lie far apart in memory: the more rows the better, as
+// far as the second-level cache and a thread's memory go.
+struct ForwardBlock {
+  int rows;  // at most; a multiple of 96 that halves to it
+  std::size_t workspace_bytes;
+};
 // Up to this many query rows share a key head in the decode kernel; more are tiled.
 inline constexpr std::int64_t kDecodeRows = 16;
 
@@ -77,14 +77,19 @@ struct BackwardArgs {
   const BackwardTask* task;
   int kv_head;
   std::int64_t key_begin;
-  int keys;  // at most kBackwardKeys
+  int keys;  // at most those of backward_block()
   Turns* turns;
   std::uint32_t item;                        // this block's number among all blocks
   std::optional<std::uint32_t> predecessor;  // that of the block that adds to the same rows of dq
                                              // before it, if there is one
-  std::byte* workspace;                      // backward_workspace(spec) bytes, 64-byte aligned
+  std::byte* workspace;  // as many bytes as backward_block() says, 64-byte aligned
 };
-inline constexpr int kBackwardKeys = 192;  // likewise, query rows are loaded once for all of them
+// What a kernel wants to be given at once: query rows are loaded once for all keys of a block. The
+// order of sums depends on it, so it must not depend on the number of threads.
+struct BackwardBlock {
+  int keys;
+  std::size_t workspace_bytes;
+};
 
 // target = parts[0] (+) parts[1] (+) … for rows [row_begin, row_end).
 struct MergeArgs {
@@ -240,12 +245,12 @@ struct KernelTable {
   const bf16::Multiplier* multiplier;  // null if everything is computed in f32; then these, too:
   void (*round_tokens)(const RoundTokensArgs& args) noexcept;
   void (*pack_tiles)(const PackTilesArgs& args) noexcept;
-  std::size_t (*forward_workspace)(const AttentionSpec& spec) noexcept;
+  ForwardBlock (*forward_block)(const AttentionSpec& spec, const AttendTask& task) noexcept;
   void (*forward)(const ForwardArgs& args) noexcept;
   std::size_t (*decode_workspace)(const AttentionSpec& spec, const DecodeShape& shape) noexcept;
   void (*decode)(const DecodeArgs& args) noexcept;
   bool rounds_queries;  // decode does, if the spec lets it
-  std::size_t (*backward_workspace)(const AttentionSpec& spec) noexcept;
+  BackwardBlock (*backward_block)(const AttentionSpec& spec, const BackwardTask& task) noexcept;
   void (*backward)(const BackwardArgs& args) noexcept;
   void (*merge)(const MergeArgs& args) noexcept;
   int (*panel_rows)() noexcept;

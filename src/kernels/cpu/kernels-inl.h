@@ -15,12 +15,12 @@
 HWY_BEFORE_NAMESPACE();
 namespace treeline::cpu::HWY_NAMESPACE {
 
-std::size_t ForwardWorkspace(const AttentionSpec& spec) noexcept;
+ForwardBlock BlockOfForward(const AttentionSpec& spec, const AttendTask& task) noexcept;
 void Forward(const ForwardArgs& args) noexcept;
 std::size_t DecodeWorkspace(const AttentionSpec& spec, const DecodeShape& shape) noexcept;
 void Decode(const DecodeArgs& args) noexcept;
 bool RoundsQueries() noexcept;
-std::size_t BackwardWorkspace(const AttentionSpec& spec) noexcept;
+BackwardBlock BlockOfBackward(const AttentionSpec& spec, const BackwardTask& task) noexcept;
 void Backward(const BackwardArgs& args) noexcept;
 void MergeRows(const MergeArgs& args) noexcept;
 int PanelRows() noexcept;

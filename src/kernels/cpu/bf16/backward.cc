@@ -22,21 +22,30 @@ HWY_BEFORE_NAMESPACE();
 namespace treeline::cpu::HWY_NAMESPACE {
 namespace {
 
-constexpr int kKeys = kBackwardKeys;
 constexpr int kRows = 128;
 constexpr int kRowGroups = kRows / kSide;
-static_assert(kSide == kDepth && kKeys % kSide == 0);  // dims are padded to both
+static_assert(kSide == kDepth);  // dims are padded to both
+
+// Of a block: as many as the second-level cache has room for, unless there would be few blocks.
+int BlockKeys(const AttentionSpec& spec, const BackwardTask& task) {
+  constexpr int kLeast = 192;
+  constexpr int kMost = 2 * kLeast;
+  constexpr std::int64_t kManyBlocks = 64;
+  const bool small_rows = spec.head_dim <= 128 && spec.v_head_dim <= 128;
+  return small_rows && task.kv.slots * spec.kv_heads >= kMost * kManyBlocks ? kMost : kLeast;
+}
 
 struct Workspace {
-  Workspace(const AttentionSpec& spec, std::byte* base) : Workspace(spec, Arena(base)) {}
-  Workspace(const AttentionSpec& spec, Arena arena) : rows(arena, kRows) {
+  Workspace(const AttentionSpec& spec, int keys, std::byte* base)
+      : Workspace(spec, static_cast<std::size_t>(RoundUp(keys, kSide)), Arena(base)) {}
+  Workspace(const AttentionSpec& spec, std::size_t keys, Arena arena) : rows(arena, kRows) {
     qk_dim = RoundUp(spec.head_dim, kDepth);
     v_dim = RoundUp(spec.v_head_dim, kDepth);
-    k = arena.Take<Bits>(std::size_t{kKeys} * qk_dim);
-    v = arena.Take<Bits>(std::size_t{kKeys} * v_dim);
-    k_t = arena.Take<Bits>(std::size_t{kKeys} * qk_dim);
-    dk = arena.Take<float>(std::size_t{kKeys} * qk_dim);
-    dv = arena.Take<float>(std::size_t{kKeys} * v_dim);
+    k = arena.Take<Bits>(keys * qk_dim);
+    v = arena.Take<Bits>(keys * v_dim);
+    k_t = arena.Take<Bits>(keys * qk_dim);
+    dk = arena.Take<float>(keys * qk_dim);
+    dv = arena.Take<float>(keys * v_dim);
     q_columns = arena.Take<Bits>(std::size_t{kRows} * qk_dim);
     q_rows = arena.Take<Bits>(std::size_t{kRows} * qk_dim);
     d_out = arena.Take<Bits>(std::size_t{kRows} * v_dim);
@@ -45,12 +54,12 @@ struct Workspace {
     dq_t = arena.Take<float>(std::size_t{kRows} * qk_dim);
     scores = arena.Take<float>(std::size_t{kSide} * kRows);
     d_weights = arena.Take<float>(std::size_t{kSide} * kRows);
-    p = arena.Take<Bits>(std::size_t{kKeys} * kRows);
-    ds = arena.Take<Bits>(std::size_t{kKeys} * kRows);
-    ds_pairs = arena.Take<Bits>(std::size_t{kKeys} * kRows);
+    p = arena.Take<Bits>(keys * kRows);
+    ds = arena.Take<Bits>(keys * kRows);
+    ds_pairs = arena.Take<Bits>(keys * kRows);
     zeros = arena.Take<Bits>(AttentionSpec::kMaxHeadDim);
     wide = arena.Take<float>(std::size_t{2} * AttentionSpec::kMaxHeadDim);
-    key_position = arena.Take<std::int64_t>(kKeys);
+    key_position = arena.Take<std::int64_t>(keys);
     bytes = arena.used();
   }
 
@@ -70,8 +79,8 @@ struct Workspace {
   float* dq_t;       // [qk_dim, kRows]
   float* scores;     // [kSide keys, kRows]
   float* d_weights;  // [kSide keys, kRows]
-  Bits* p;           // [key, kRows]
-  Bits* ds;          // [key, kRows]
+  Bits* p;           // [key, kRows], in the order of PairedRow
+  Bits* ds;          // [key, kRows], likewise
   Bits* ds_pairs;    // tiles [key / 32, kRows / 16] of the same
   Bits* zeros;       // a row beyond the last
   float* wide;       // two rows, widened
@@ -87,7 +96,8 @@ class Block {
         spec_(*args.spec),
         task_(*args.task),
         map_(spec_),
-        w_(spec_, args.workspace) {}
+        w_(spec_, args.keys, args.workspace),
+        padded_keys_(RoundUp(args.keys, kSide)) {}
 
   void Run() {
     args_.turns->Begin(args_.item);
@@ -137,10 +147,9 @@ class Block {
   }
 
   void LoadKeys() {
-    const int padded = RoundUp(args_.keys, kSide);
     std::memset(w_.zeros, 0, sizeof(Bits) * AttentionSpec::kMaxHeadDim);
-    std::memset(w_.k, 0, sizeof(Bits) * padded * w_.qk_dim);
-    std::memset(w_.v, 0, sizeof(Bits) * padded * w_.v_dim);
+    std::memset(w_.k, 0, sizeof(Bits) * padded_keys_ * w_.qk_dim);
+    std::memset(w_.v, 0, sizeof(Bits) * padded_keys_ * w_.v_dim);
     for (int j = 0; j < args_.keys; ++j) {
       const std::int64_t slot = args_.key_begin + j;
       std::memcpy(w_.k + j * w_.qk_dim, task_.kv.KeyRow(slot, args_.kv_head),
@@ -148,14 +157,14 @@ class Block {
       std::memcpy(w_.v + j * w_.v_dim, task_.kv.ValueRow(slot, args_.kv_head),
                   sizeof(Bits) * spec_.v_head_dim);
     }
-    for (int j = 0; j < padded; ++j) {
+    for (int j = 0; j < padded_keys_; ++j) {
       Bits* column = w_.k_t + j / kSide * kSide * w_.qk_dim + j % kSide;
       for (int d = 0; d < w_.qk_dim; ++d) column[d * kSide] = w_.k[j * w_.qk_dim + d];
     }
-    std::memset(w_.dk, 0, sizeof(float) * padded * w_.qk_dim);
-    std::memset(w_.dv, 0, sizeof(float) * padded * w_.v_dim);
-    keys_finite_ =
-        AllFiniteBits(w_.k, padded * w_.qk_dim) && AllFiniteBits(w_.v, padded * w_.v_dim);
+    std::memset(w_.dk, 0, sizeof(float) * padded_keys_ * w_.qk_dim);
+    std::memset(w_.dv, 0, sizeof(float) * padded_keys_ * w_.v_dim);
+    keys_finite_ = AllFiniteBits(w_.k, padded_keys_ * w_.qk_dim) &&
+                   AllFiniteBits(w_.v, padded_keys_ * w_.v_dim);
     task_.kv_positions.Fill(args_.key_begin,
                             {w_.key_position, static_cast<std::size_t>(args_.keys)});
   }
@@ -172,15 +181,13 @@ class Block {
       const auto [token, head] = RowAt(first + i);
       q[i] = reinterpret_cast<const Bits*>(task_.q.Row(token, head));
       d_out[i] = w_.d_out + i * w_.v_dim;
-      const auto* out = reinterpret_cast<const float*>(task_.out.Row(token, head));
-      RoundRow(reinterpret_cast<const float*>(task_.d_out.Row(token, head)), spec_.v_head_dim,
-               w_.d_out + i * w_.v_dim);
       // dP is computed with the rounded row; its product with out must be, too, or the two would
       // not cancel where a row has one key.
-      WidenRow(DType::kBF16, reinterpret_cast<const std::byte*>(d_out[i]), spec_.v_head_dim,
-               w_.wide);
-      finite += w_.rows.Set(spec_, task_, args_.kv_head, first + i, i,
-                            Dot(w_.wide, out, spec_.v_head_dim));
+      const float d_out_out =
+          RoundRowAndMultiply(reinterpret_cast<const float*>(task_.d_out.Row(token, head)),
+                              reinterpret_cast<const float*>(task_.out.Row(token, head)),
+                              spec_.v_head_dim, w_.d_out + i * w_.v_dim);
+      finite += w_.rows.Set(spec_, task_, args_.kv_head, first + i, i, d_out_out);
       rows_finite_ = rows_finite_ && AllFiniteBits(q[i], spec_.head_dim) &&
                      AllFiniteBits(d_out[i], spec_.v_head_dim);
     }
@@ -234,19 +241,20 @@ class Block {
   // Keys begin + j and begin + j + 1.
   template <bool kPlain>
   HWY_INLINE void DifferentiatePair(int begin, int j) {
-    const D16 d16;
     const DU du;
     const int key = begin + j;
+    auto* p = reinterpret_cast<std::uint32_t*>(w_.p + key * kRows);
+    auto* ds = reinterpret_cast<std::uint32_t*>(w_.ds + key * kRows);
     Bits* pairs = w_.ds_pairs + begin * kRows + j / 2 * kSide;
     for (int i = 0; i < kRows; i += 2 * kLanes) {
       const Gradient first[2] = {Differentiate<kPlain>(key, j, i),
                                  Differentiate<kPlain>(key, j, i + kLanes)};
       const Gradient second[2] = {Differentiate<kPlain>(key + 1, j + 1, i),
                                   Differentiate<kPlain>(key + 1, j + 1, i + kLanes)};
-      hn::Store(Round(first[0].p, first[1].p), d16, w_.p + key * kRows + i);
-      hn::Store(Round(second[0].p, second[1].p), d16, w_.p + (key + 1) * kRows + i);
-      hn::Store(Round(first[0].ds, first[1].ds), d16, w_.ds + key * kRows + i);
-      hn::Store(Round(second[0].ds, second[1].ds), d16, w_.ds + (key + 1) * kRows + i);
+      hn::Store(RoundPairs(first[0].p, first[1].p), du, p + i / 2);
+      hn::Store(RoundPairs(second[0].p, second[1].p), du, p + (kRows + i) / 2);
+      hn::Store(RoundPairs(first[0].ds, first[1].ds), du, ds + i / 2);
+      hn::Store(RoundPairs(second[0].ds, second[1].ds), du, ds + (kRows + i) / 2);
       for (int h = 0; h < 2; ++h) {
         hn::Store(RoundPairs(first[h].ds, second[h].ds), du,
                   reinterpret_cast<std::uint32_t*>(pairs + (i / kTileRows + h) * kTileSize));
@@ -274,7 +282,7 @@ class Block {
         score = hn::NegMulAdd(hn::Load(d, w_.rows.slope + i), distance, score);
       }
     }
-    VF p = Exp2(hn::Sub(score, hn::Load(d, w_.rows.lse + i)));
+    VF p = Exp2ForBf16(hn::Sub(score, hn::Load(d, w_.rows.lse + i)));
     VF ds = hn::Mul(
         p, hn::Sub(hn::Load(d, w_.d_weights + j * kRows + i), hn::Load(d, w_.rows.delta + i)));
     if constexpr (!kPlain) {
@@ -343,8 +351,9 @@ class Block {
       for (int j = w_.rows.begin[i]; j < w_.rows.end[i]; ++j) {
         WidenRow(DType::kBF16, task_.kv.KeyRow(args_.key_begin + j, args_.kv_head), spec_.head_dim,
                  k);
-        const float p = F32FromBF16(w_.p[j * kRows + i]);
-        const float ds = F32FromBF16(w_.ds[j * kRows + i]);
+        const int place = j * kRows + i / kSide * kSide + PairedPlace(i % kSide);
+        const float p = F32FromBF16(w_.p[place]);
+        const float ds = F32FromBF16(w_.ds[place]);
         for (int d = 0; d < spec_.v_head_dim; ++d) w_.dv[j * w_.v_dim + d] += p * d_out[d];
         for (int d = 0; d < spec_.head_dim; ++d) {
           w_.dk[j * w_.qk_dim + d] += ds * q[d];
@@ -358,6 +367,12 @@ class Block {
   void AddQueryGradient(std::int64_t first, int count) {
     alignas(64) float turned[kTileRows * kLanes];
     for (int i = 0; i < count; i += kTileRows) {
+      float* target[kTileRows] = {};  // of rows that see a key
+      for (int r = 0; r < std::min(kTileRows, count - i); ++r) {
+        if (w_.rows.begin[i + r] >= w_.rows.end[i + r]) continue;
+        const auto [token, head] = RowAt(first + i + r);
+        target[r] = task_.dq.Row(token, head);
+      }
       for (int d = 0; d < spec_.head_dim; d += kLanes) {
         __m512i columns[kTileRows];
 #pragma GCC unroll 16
@@ -365,11 +380,10 @@ class Block {
           columns[c] = _mm512_loadu_si512(w_.dq_t + (d + c) * kRows + i);
         }
         TransposePairs(columns, reinterpret_cast<std::uint32_t*>(turned));
-        for (int r = 0; r < std::min(kTileRows, count - i); ++r) {
-          if (w_.rows.begin[i + r] >= w_.rows.end[i + r]) continue;
-          const auto [token, head] = RowAt(first + i + r);
+        for (int r = 0; r < kTileRows; ++r) {
+          if (target[r] == nullptr) continue;
           AddScaled(spec_.scale, turned + r * kLanes, std::min(kLanes, spec_.head_dim - d),
-                    task_.dq.Row(token, head) + d);
+                    target[r] + d);
         }
       }
     }
@@ -384,8 +398,15 @@ class Block {
     }
   }
 
-  static void AddScaled(float factor, const float* source, int n, float* target) {
-    for (int d = 0; d < n; ++d) target[d] += factor * source[d];
+  // `source` is aligned to a vector and has whole ones.
+  static HWY_INLINE void AddScaled(float factor, const float* source, int n, float* target) {
+    const DF d;
+    for (int i = 0; i < n; i += kLanes) {
+      const auto some = hn::FirstN(d, static_cast<std::size_t>(n - i));
+      const VF sum = hn::MulAdd(hn::Set(d, factor), hn::Load(d, source + i),
+                                hn::MaskedLoad(some, d, target + i));
+      hn::BlendedStore(sum, some, d, target + i);
+    }
   }
 
   const BackwardArgs& args_;
@@ -394,6 +415,7 @@ class Block {
   const BackwardTask& task_;
   const ScoreMap map_;
   Workspace w_;
+  const int padded_keys_;
   bool keys_finite_ = true;
   bool rows_finite_ = true;
   int first_group_ = 0;  // of 32 keys, that any row of the block sees
@@ -402,8 +424,9 @@ class Block {
 
 }  // namespace
 
-std::size_t Bf16BackwardWorkspace(const AttentionSpec& spec) noexcept {
-  return Workspace(spec, nullptr).bytes;
+BackwardBlock BlockOfBf16Backward(const AttentionSpec& spec, const BackwardTask& task) noexcept {
+  const int keys = BlockKeys(spec, task);
+  return {keys, Workspace(spec, keys, nullptr).bytes};
 }
 
 void Bf16Backward(const BackwardArgs& args, const bf16::Multiplier& multiplier) noexcept {

@@ -26,12 +26,18 @@ namespace {
 constexpr int kKeyTile = 256;
 constexpr int kKeyGroups = kKeyTile / kSide;
 constexpr int kParts = kSide / 2;  // of a step: two rows of softmax each
-constexpr int kMaxStrips = kForwardRows / kSide;
-static_assert(kParts % kKeyGroups == 0 && kForwardRows / 2 % kSide == 0);
+constexpr int kMaxRows = 768;      // of a block
+constexpr int kMaxStrips = kMaxRows / kSide;
+static_assert(kParts % kKeyGroups == 0 && kMaxRows / 4 % kSide == 0);
+
+int BlockRows(const AttentionSpec& spec) {
+  const int dim = std::max(spec.head_dim, spec.v_head_dim);
+  return dim <= 128 ? kMaxRows : dim <= 256 ? kMaxRows / 2 : kMaxRows / 4;
+}
 
 struct Workspace {
   Workspace(const AttentionSpec& spec, std::byte* base)
-      : Workspace(spec, ForwardBlockRows(spec), Arena(base)) {}
+      : Workspace(spec, BlockRows(spec), Arena(base)) {}
   Workspace(const AttentionSpec& spec, std::size_t most, Arena arena) : rows(arena, most) {
     qk_dim = RoundUp(spec.head_dim, kDepth);
     v_dim = RoundUp(spec.v_head_dim, kSide);
@@ -81,7 +87,9 @@ class Block {
         task_(*args.task),
         map_(spec_),
         w_(spec_, args.workspace),
-        strips_((args.rows + kSide - 1) / kSide) {}
+        strips_((args.rows + kSide - 1) / kSide),
+        k_bytes_(static_cast<int>(RowBytes(task_.kv.dtype, spec_.head_dim))),
+        v_bytes_(static_cast<int>(RowBytes(task_.kv.dtype, spec_.v_head_dim))) {}
 
   void Run() {
     LoadQueries();
@@ -93,6 +101,8 @@ class Block {
     multiplier_.begin();
     for (std::int64_t slot = all.first; slot < all.last; slot += kKeyTile) {
       LoadTile(slot, static_cast<int>(std::min<std::int64_t>(kKeyTile, all.last - slot)));
+      fetched_ = slot + kKeyTile;
+      fetch_end_ = std::min(slot + 2 * kKeyTile, all.last);
       AttendTile(slot);
     }
     multiplier_.end();
@@ -174,12 +184,23 @@ class Block {
       steps[count] = {s, groups, full, w_.scores[count % 2], w_.weights[count % 2]};
       ++count;
     }
+    const int fetches = kKeyTile / (count + 2) / kParts + 1;
     for (int i = -1; i <= count; ++i) {
       for (int part = 0; part < kParts; ++part) {
+        FetchAhead(fetches);
         if (i + 1 < count) Scores(steps[i + 1], part);
         if (i >= 0 && i < count) Softmax(steps[i], 2 * part);
         if (i >= 1) Values(steps[i - 1], part);
       }
+    }
+  }
+
+  // Some rows of the next tile: those of one head lie far apart, and no hardware fetches them.
+  void FetchAhead(int keys) {
+    for (const std::int64_t end = std::min(fetched_ + keys, fetch_end_); fetched_ < end;
+         ++fetched_) {
+      PrefetchRow(task_.kv.KeyRow(fetched_, args_.kv_head), k_bytes_);
+      PrefetchRow(task_.kv.ValueRow(fetched_, args_.kv_head), v_bytes_);
     }
   }
 
@@ -222,7 +243,7 @@ class Block {
   // Two rows from `first` on.
   void Softmax(const Step& step, int first) {
     for (int r = first; r < first + 2; ++r) {
-      if (step.full && map_.plain()) {
+      if (step.full && map_.plain() && map_.query_scale > 0.0f) {
         SoftmaxRow(step, r, map_.query_scale);
       } else {
         MapRow(step, r);
@@ -262,31 +283,36 @@ class Block {
     }
   }
 
-  // Scores times `factor` become weights relative to the running maximum; the running sum grows.
+  // Scores times `factor`, which is positive, become weights relative to the running maximum, in
+  // the order of PairedRow; the running sum grows. A NaN among them is one in the sum, and so in
+  // all of the row's result.
   HWY_INLINE void SoftmaxRow(const Step& step, int r, float factor) {
     const DF d;
-    const D16 d16;
+    const DU du;
     const int i = step.strip * kSide + r;
     const float* scores = step.scores + r * kKeyTile;
-    Bits* weights = step.weights + r * kKeyTile;
+    auto* weights = reinterpret_cast<std::uint32_t*>(step.weights + r * kKeyTile);
     const int keys = step.groups * kSide;
     const VF scale = hn::Set(d, factor);
-    VF highest = hn::Set(d, kNoScore);
-    for (int j = 0; j < keys; j += kLanes) {
-      highest = hn::Max(highest, hn::Mul(hn::Load(d, scores + j), scale));
+    VF highest = hn::Load(d, scores);
+    VF highest_odd = hn::Load(d, scores + kLanes);
+    for (int j = kSide; j < keys; j += kSide) {
+      highest = hn::Max(highest, hn::Load(d, scores + j));
+      highest_odd = hn::Max(highest_odd, hn::Load(d, scores + j + kLanes));
     }
+    highest = hn::Mul(hn::Max(highest, highest_odd), scale);
     if (HWY_UNLIKELY(!hn::AllFalse(d, hn::Gt(highest, hn::Set(d, w_.maximum[i] + kLag))))) {
       Rescale(i, hn::GetLane(hn::MaxOfLanes(d, highest)));
     }
     const VF top = hn::Set(d, w_.maximum[i]);
     VF even = hn::Load(d, w_.sum + i * kLanes);
     VF odd = hn::Zero(d);
-    for (int j = 0; j < keys; j += 2 * kLanes) {
-      const VF a = Exp2(hn::MulSub(hn::Load(d, scores + j), scale, top));
-      const VF b = Exp2(hn::MulSub(hn::Load(d, scores + j + kLanes), scale, top));
+    for (int j = 0; j < keys; j += kSide) {
+      const VF a = Exp2ForBf16(hn::MulSub(hn::Load(d, scores + j), scale, top));
+      const VF b = Exp2ForBf16(hn::MulSub(hn::Load(d, scores + j + kLanes), scale, top));
       even = hn::Add(even, a);
       odd = hn::Add(odd, b);
-      hn::Store(Round(a, b), d16, weights + j);
+      hn::Store(RoundPairs(a, b), du, weights + j / 2);
     }
     hn::Store(hn::Add(even, odd), d, w_.sum + i * kLanes);
   }
@@ -316,7 +342,8 @@ class Block {
                    w_.row);
           loaded = true;
         }
-        const float weight = F32FromBF16(step.weights[r * kKeyTile + j]);
+        const int place = j / kSide * kSide + PairedPlace(j % kSide);
+        const float weight = F32FromBF16(step.weights[r * kKeyTile + place]);
         float* out = w_.out + i * w_.v_dim;
         for (int k = 0; k < spec_.v_head_dim; ++k) out[k] += weight * w_.row[k];
       }
@@ -343,15 +370,19 @@ class Block {
   const ScoreMap map_;
   const Workspace w_;
   const int strips_;
-  std::int64_t slot_ = 0;  // of the tile's first key
+  const int k_bytes_;  // of a row
+  const int v_bytes_;
+  std::int64_t slot_ = 0;     // of the tile's first key
+  std::int64_t fetched_ = 0;  // rows before this one are, or are on their way
+  std::int64_t fetch_end_ = 0;
   Reach reach_[kMaxStrips];
   bool values_finite_ = true;
 };
 
 }  // namespace
 
-std::size_t Bf16ForwardWorkspace(const AttentionSpec& spec) noexcept {
-  return Workspace(spec, nullptr).bytes;
+ForwardBlock BlockOfBf16Forward(const AttentionSpec& spec) noexcept {
+  return {BlockRows(spec), Workspace(spec, nullptr).bytes};
 }
 
 void Bf16Forward(const ForwardArgs& args, const bf16::Multiplier& multiplier) noexcept {

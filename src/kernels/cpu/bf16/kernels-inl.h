@@ -20,10 +20,10 @@
 HWY_BEFORE_NAMESPACE();
 namespace treeline::cpu::HWY_NAMESPACE {
 
-std::size_t Bf16ForwardWorkspace(const AttentionSpec& spec) noexcept;
+ForwardBlock BlockOfBf16Forward(const AttentionSpec& spec) noexcept;
 void Bf16Forward(const ForwardArgs& args, const bf16::Multiplier& multiplier) noexcept;
 
-std::size_t Bf16BackwardWorkspace(const AttentionSpec& spec) noexcept;
+BackwardBlock BlockOfBf16Backward(const AttentionSpec& spec, const BackwardTask& task) noexcept;
 void Bf16Backward(const BackwardArgs& args, const bf16::Multiplier& multiplier) noexcept;
 
 void RoundTokens(const RoundTokensArgs& args) noexcept;

@@ -1,5 +1,5 @@
-// Rows of bf16 made into the tiles of product.h, and f32 rounded to bf16. AVX-512 only.
-// Included once per target.
+// Rows of bf16 made into the tiles of product.h, f32 rounded to bf16, and powers of two as exact as
+// that. AVX-512 only. Included once per target.
 
 #if defined(TREELINE_KERNELS_CPU_BF16_PACK_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef TREELINE_KERNELS_CPU_BF16_PACK_INL_H_
@@ -45,11 +45,28 @@ HWY_INLINE hn::Vec<D16> Round(VF low, VF high) {
                        hn::BitCast(d16, RoundUpperHalf(low)));
 }
 
-// Lane i becomes the pair (first[i], second[i]).
+// Lane i becomes the pair (first[i], second[i]). The lower halves of a NaN's bits must be zeros, as
+// they are in what comes from bf16 inputs; otherwise it may come out as a number.
 HWY_INLINE hn::Vec<DU> RoundPairs(VF first, VF second) {
   const DU du;
-  return hn::Or(hn::ShiftRight<16>(RoundUpperHalf(first)),
-                hn::And(RoundUpperHalf(second), hn::Set(du, 0xFFFF0000U)));
+  const auto half = hn::Set(du, 0x8000);
+  const auto low = hn::ShiftRight<16>(hn::Add(hn::BitCast(du, first), half));
+  const auto high = hn::Add(hn::BitCast(du, second), half);
+  return hn::Vec<DU>{_mm512_mask_blend_epi16(0xAAAAAAAA, low.raw, high.raw)};
+}
+
+// 2^y for y <= kLag, with a relative error of 7.5e-5: less than what rounding to bf16 makes of it.
+// 0 below 2^-126. A NaN stays a NaN.
+HWY_INLINE VF Exp2ForBf16(VF y) {
+  const DF d;
+  const VF whole{_mm512_roundscale_ps(y.raw, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+  const VF f = hn::Sub(y, whole);
+  VF p = hn::Set(d, 0.05517167f);
+  p = hn::MulAdd(p, f, hn::Set(d, 0.24261112f));
+  p = hn::MulAdd(p, f, hn::Set(d, 0.69326099f));
+  p = hn::MulAdd(p, f, hn::Set(d, 0.99992807f));
+  const __mmask16 counts = _mm512_cmp_ps_mask(y.raw, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+  return VF{_mm512_maskz_scalef_ps(counts, p.raw, whole.raw)};
 }
 
 // target[0, n) = source, rounded; zeros up to the next multiple of kDepth.
@@ -65,6 +82,28 @@ inline void RoundRow(const float* source, int n, Bits* target) {
     }
     hn::StoreU(Round(half[0], half[1]), d16, target + i);
   }
+}
+
+// The same; also the product of the rounded row with `other` [n].
+inline float RoundRowAndMultiply(const float* source, const float* other, int n, Bits* target) {
+  const DF d;
+  const DU du;
+  const D16 d16;
+  VF sum = hn::Zero(d);
+  for (int i = 0; i < n; i += kDepth) {
+    hn::Vec<DU> half[2];
+    for (int h = 0; h < 2; ++h) {
+      const int left = std::clamp(n - i - h * kLanes, 0, kLanes);
+      const auto some = hn::FirstN(d, static_cast<std::size_t>(left));
+      const int from = left > 0 ? i + h * kLanes : 0;
+      half[h] = RoundUpperHalf(hn::MaskedLoad(some, d, source + from));
+      const VF rounded = hn::BitCast(d, hn::And(half[h], hn::Set(du, 0xFFFF0000U)));
+      sum = hn::MulAdd(rounded, hn::MaskedLoad(some, d, other + from), sum);
+    }
+    hn::StoreU(hn::ConcatOdd(d16, hn::BitCast(d16, half[1]), hn::BitCast(d16, half[0])), d16,
+               target + i);
+  }
+  return hn::GetLane(hn::SumOfLanes(d, sum));
 }
 
 // x[0, n) of bf16 bits are all finite.
@@ -120,7 +159,14 @@ inline void PackColumns(const Bits* const* rows, int n, Bits* tiles) {
   }
 }
 
-// Rows as rows of b: tiles [ceil(n / 32) * 2] of 32 rows of n elements each.
+// Of 32 rows, which one is at place j in the rows that PackRows makes: i and i + 16 are a pair, so
+// that two vectors of weights become one of pairs without being shuffled.
+constexpr int PairedRow(int j) { return j / 2 + j % 2 * kTileRows; }
+// The place of row i.
+constexpr int PairedPlace(int i) { return i % kTileRows * 2 + i / kTileRows; }
+
+// Rows as rows of b, in the order of PairedRow: tiles [ceil(n / 32) * 2] of 32 rows of n elements
+// each.
 inline void PackRows(const Bits* const* rows, int n, Bits* tiles) {
   const __m512i pairs = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24,
                                          8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
@@ -130,9 +176,9 @@ inline void PackRows(const Bits* const* rows, int n, Bits* tiles) {
     const int from = left > 0 ? i : 0;
     Bits* tile = tiles + i / kTileRows * kTileSize;
     for (int r = 0; r < kTileRows; ++r) {
-      const __m256i even = _mm256_maskz_loadu_epi16(mask, rows[2 * r] + from);
-      const __m256i odd = _mm256_maskz_loadu_epi16(mask, rows[2 * r + 1] + from);
-      const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(even), odd, 1);
+      const __m256i low = _mm256_maskz_loadu_epi16(mask, rows[r] + from);
+      const __m256i high = _mm256_maskz_loadu_epi16(mask, rows[kTileRows + r] + from);
+      const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
       _mm512_storeu_si512(tile + r * kSide, _mm512_permutexvar_epi16(pairs, both));
     }
   }

@@ -7,8 +7,6 @@
 // After foreach_target.h.
 #include <hwy/highway.h>
 
-#include <algorithm>
-
 #include "kernels/cpu/bf16/kernels-inl.h"
 #include "kernels/cpu/kernels-inl.h"
 
@@ -23,18 +21,22 @@ bool IsBf16(const Task& task) {
   return task.q.dtype == DType::kBF16 && task.kv.dtype == DType::kBF16;
 }
 
-std::size_t WorkspaceOfForward(const AttentionSpec& spec) noexcept {
-  return std::max(ForwardWorkspace(spec), Bf16ForwardWorkspace(spec));
+bool IsForwardInBf16(const AttentionSpec& spec, const AttendTask& task) {
+  return spec.bf16_forward || IsBf16(task);
 }
 
-std::size_t WorkspaceOfBackward(const AttentionSpec& spec) noexcept {
-  return std::max(BackwardWorkspace(spec), Bf16BackwardWorkspace(spec));
+ForwardBlock ChooseForwardBlock(const AttentionSpec& spec, const AttendTask& task) noexcept {
+  return IsForwardInBf16(spec, task) ? BlockOfBf16Forward(spec) : BlockOfForward(spec, task);
+}
+
+BackwardBlock ChooseBackwardBlock(const AttentionSpec& spec, const BackwardTask& task) noexcept {
+  return IsBf16(task) ? BlockOfBf16Backward(spec, task) : BlockOfBackward(spec, task);
 }
 
 // `kMultiplier` says how to multiply; it never returns null where the table is used.
 template <const bf16::Multiplier* (*kMultiplier)()>
 void ForwardWith(const ForwardArgs& args) noexcept {
-  if (args.spec->bf16_forward || IsBf16(*args.task)) {
+  if (IsForwardInBf16(*args.spec, *args.task)) {
     Bf16Forward(args, *kMultiplier());
   } else {
     Forward(args);
@@ -59,9 +61,9 @@ KernelTable With(KernelTable table, Isa isa) {
   table.multiplier = kMultiplier();
   table.round_tokens = RoundTokens;
   table.pack_tiles = PackTiles;
-  table.forward_workspace = WorkspaceOfForward;
+  table.forward_block = ChooseForwardBlock;
   table.forward = ForwardWith<kMultiplier>;
-  table.backward_workspace = WorkspaceOfBackward;
+  table.backward_block = ChooseBackwardBlock;
   table.backward = BackwardWith<kMultiplier>;
   return table;
 }
