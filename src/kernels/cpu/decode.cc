@@ -78,7 +78,8 @@ DecodeShape ShapeOf(const DecodeArgs& args) {
 template <class Loader>
 class Decoder {
  public:
-  explicit Decoder(const DecodeArgs& args)
+  // `bytes` may be null: then queries that may be rounded are multiplied by VNNI, if it is there.
+  Decoder(const DecodeArgs& args, const int8::Multiplier* bytes)
       : args_(args),
         spec_(*args.spec),
         task_(*args.task),
@@ -89,11 +90,24 @@ class Decoder {
         k_bytes_(static_cast<int>(RowBytes(kv_.dtype, spec_.head_dim))),
         v_bytes_(static_cast<int>(RowBytes(kv_.dtype, spec_.v_head_dim))),
         heads_inner_(kv_.k.head_stride < kv_.k.slot_stride) {
-    rounds_queries_ = spec_.int8_queries && Loader::kScaled && RoundsQueries();
+    if (!spec_.int8_queries || !Loader::kScaled) return;
+    if (bytes != nullptr) {
+      bytes_ = bytes;
+    } else {
+      rounds_queries_ = RoundsQueries();
+    }
   }
 
   void Run() {
     LoadQueries();
+    if (bytes_ != nullptr) bytes_->begin();
+    AttendSlots();
+    if (bytes_ != nullptr) bytes_->end();
+    StoreResult();
+  }
+
+ private:
+  void AttendSlots() {
     // All rows see `common`; some see the rest of `any`.
     SlotRange any{args_.slots.end, args_.slots.begin};
     common_ = args_.slots;
@@ -116,10 +130,8 @@ class Decoder {
       Walk({common_.begin, common_.begin + whole}, Spread());
       Walk({common_.begin + whole, any.end}, 1);
     }
-    StoreResult();
   }
 
- private:
   int heads() const { return args_.kv_head_end - args_.kv_head_begin; }
   int own_classes() const { return args_.class_end - args_.class_begin; }
   // Then a group's blocks are classes.
@@ -146,6 +158,14 @@ class Decoder {
   // w_.row becomes a row of a slab.
   void StoreQuery(float* slab, int row) {
 #if HWY_TARGET == HWY_AVX3
+    if (bytes_ != nullptr) {
+      auto* units = reinterpret_cast<Int8SlabUnit*>(slab);
+      for (int begin = 0; begin < spec_.head_dim; begin += int8::kUnit) {
+        units[begin / int8::kUnit].Round(w_.row + begin,
+                                         std::min(int8::kUnit, spec_.head_dim - begin), row);
+      }
+      return;
+    }
     if (rounds_queries_) {
       constexpr int kElements = Int8Query::kElements;
       const int pairs = (spec_.head_dim + kElements - 1) / kElements;
@@ -161,10 +181,26 @@ class Decoder {
     for (int d = 0; d < spec_.head_dim; ++d) packed[Packed<Loader>(d)] = w_.row[d];
   }
 
+  // What can be done of a block's scores before its scales are known.
+  HWY_INLINE void StartScores([[maybe_unused]] const float* slab,
+                              [[maybe_unused]] const BlockRows& k) {
+#if HWY_TARGET == HWY_AVX3
+    if constexpr (Loader::kScaled) {
+      if (bytes_ == nullptr) return;
+      byte_scores_.Start(*bytes_, reinterpret_cast<const Int8SlabUnit*>(slab), k);
+    }
+#endif
+  }
+
   // Scores of a block for a slab of queries.
   HWY_INLINE void Score(const float* slab, const BlockRows& k) {
 #if HWY_TARGET == HWY_AVX3
     if constexpr (Loader::kScaled) {
+      if (bytes_ != nullptr) {
+        if (k.fetch != nullptr) FetchRows(k);
+        return byte_scores_.Finish(reinterpret_cast<const Int8SlabUnit*>(slab), kernel_.k_scales(),
+                                   kernel_.scores());
+      }
       if (rounds_queries_) {
         return Int8Scores(reinterpret_cast<const Int8Query*>(slab), spec_.head_dim, k,
                           kernel_.k_scales(), kernel_.scores());
@@ -172,6 +208,12 @@ class Decoder {
     }
 #endif
     kernel_.Scores(slab, k);
+  }
+
+  static HWY_INLINE void FetchRows(const BlockRows& rows) {
+    for (int j = 0; j < kBlock; ++j) {
+      PrefetchRow(rows.fetch[j] + rows.fetch_offset, rows.fetch_bytes);
+    }
   }
 
   // Distance in slots between neighbours in a block: just over 4 KiB, so that many DRAM pages are
@@ -253,10 +295,12 @@ class Decoder {
       v.fetch_offset = (args_.kv_head_begin + ahead.head) * kv_.v.head_stride;
       v.fetch_bytes = v_bytes_;
     }
+    StartScores(Query(step.head, 0), k);
     kernel_.Begin(k, v, kBlock);
     for (int slab = 0; slab < w_.slabs; ++slab) {
       const std::size_t index = SlabIndex(step, slab);
       Score(Query(step.head, slab), k);
+      if (slab + 1 < w_.slabs) StartScores(Query(step.head, slab + 1), k);
       if (!map_.plain()) MapScores(step, slab);
       kernel_.Softmax(w_.state[index], Out(index));
       kernel_.Weigh(Out(index), v);
@@ -274,10 +318,12 @@ class Decoder {
       return std::min<std::int64_t>((distance + group.spread - 1) / group.spread, keys);
     };
     float* scores = kernel_.scores();
+    StartScores(Query(step.head, 0), k);
     kernel_.Begin(k, v, keys);
     for (int slab = 0; slab < w_.slabs; ++slab) {
       const std::size_t index = SlabIndex(step, slab);
       Score(Query(step.head, slab), k);
+      if (slab + 1 < w_.slabs) StartScores(Query(step.head, slab + 1), k);
       if (!map_.plain()) MapScores(step, slab);
       SlotRange seen[kSlabRows];
       for (int r = 0; r < kSlabRows; ++r) {
@@ -374,7 +420,11 @@ class Decoder {
   const int k_bytes_;
   const int v_bytes_;
   const bool heads_inner_;
-  [[maybe_unused]] bool rounds_queries_ = false;
+  const int8::Multiplier* bytes_ = nullptr;  // what multiplies rounded queries; or, without it,
+  [[maybe_unused]] bool rounds_queries_ = false;  // VNNI does
+#if HWY_TARGET == HWY_AVX3
+  Int8SlabScores byte_scores_{spec_.head_dim};
+#endif
   SlotRange common_;  // what all rows see
 };
 
@@ -392,18 +442,20 @@ bool RoundsQueries() noexcept {
 #endif
 }
 
-void Decode(const DecodeArgs& args) noexcept {
+void DecodeWith(const DecodeArgs& args, const int8::Multiplier* bytes) noexcept {
   switch (args.task->kv.dtype) {
     case DType::kF32:
-      return Decoder<LoadF32>(args).Run();
+      return Decoder<LoadF32>(args, bytes).Run();
     case DType::kBF16:
-      return Decoder<LoadBF16>(args).Run();
+      return Decoder<LoadBF16>(args, bytes).Run();
     case DType::kF16:
-      return Decoder<LoadF16>(args).Run();
+      return Decoder<LoadF16>(args, bytes).Run();
     case DType::kQ8_0:
-      return Decoder<LoadQ8>(args).Run();
+      return Decoder<LoadQ8>(args, bytes).Run();
   }
 }
+
+void Decode(const DecodeArgs& args) noexcept { DecodeWith(args, nullptr); }
 
 }  // namespace treeline::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();

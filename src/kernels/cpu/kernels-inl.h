@@ -10,6 +10,7 @@
 
 #include <hwy/highway.h>
 
+#include "kernels/cpu/int8/product.h"
 #include "kernels/cpu/kernel_table.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -19,6 +20,8 @@ ForwardBlock BlockOfForward(const AttentionSpec& spec, const AttendTask& task) n
 void Forward(const ForwardArgs& args) noexcept;
 std::size_t DecodeWorkspace(const AttentionSpec& spec, const DecodeShape& shape) noexcept;
 void Decode(const DecodeArgs& args) noexcept;
+// With products of bytes, for queries that may be rounded, that are not those of the target.
+void DecodeWith(const DecodeArgs& args, const int8::Multiplier* bytes) noexcept;
 bool RoundsQueries() noexcept;
 BackwardBlock BlockOfBackward(const AttentionSpec& spec, const BackwardTask& task) noexcept;
 void Backward(const BackwardArgs& args) noexcept;

@@ -13,31 +13,18 @@
 #include <csetjmp>
 #include <csignal>
 
+#include "kernels/cpu/amx_tiles.h"
+
 namespace treeline::cpu::bf16 {
 namespace {
 
 #define TREELINE_AMX __attribute__((target("amx-tile,amx-bf16")))
 
-struct alignas(64) TileConfig {
-  std::uint8_t palette = 1;
-  std::uint8_t start_row = 0;
-  std::uint8_t reserved[14] = {};
-  std::uint16_t row_bytes[16] = {};
-  std::uint8_t rows[16] = {};
-};
-static_assert(sizeof(TileConfig) == 64);
-
 TREELINE_AMX void Begin() noexcept {
   constexpr int kTiles = 8;
   TileConfig config;
-  for (int t = 0; t < kTiles; ++t) {
-    config.row_bytes[t] = 2 * 2 * kTileRows;
-    config.rows[t] = kTileRows;
-  }
-  // gcc 12 believes that 8 of the 64 bytes are read, and may leave out what writes the others.
-  asm volatile("" ::"r"(&config) : "memory");
-  _tile_loadconfig(&config);
-  asm volatile("" ::: "memory");
+  for (int t = 0; t < kTiles; ++t) config.Set(t, kTileRows, 2 * 2 * kTileRows);
+  Load(config);
 }
 
 TREELINE_AMX void End() noexcept { _tile_release(); }

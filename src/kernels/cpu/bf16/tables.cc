@@ -52,7 +52,22 @@ void BackwardWith(const BackwardArgs& args) noexcept {
   }
 }
 
+template <const int8::Multiplier* (*kMultiplier)()>
+void DecodeInBytesWith(const DecodeArgs& args) noexcept {
+  DecodeWith(args, kMultiplier());
+}
+
 const bf16::Multiplier* Plain() { return &bf16::PlainMultiplier(); }
+const int8::Multiplier* PlainBytes() { return &int8::PlainMultiplier(); }
+
+// Where `kMultiplier` is not null, queries that may be rounded are multiplied by it.
+template <const int8::Multiplier* (*kMultiplier)()>
+KernelTable WithBytes(KernelTable table) {
+  if (kMultiplier() == nullptr) return table;
+  table.decode = DecodeInBytesWith<kMultiplier>;
+  table.rounds_queries = true;
+  return table;
+}
 
 template <const bf16::Multiplier* (*kMultiplier)()>
 KernelTable With(KernelTable table, Isa isa) {
@@ -85,9 +100,9 @@ void AddBf16Tables(std::vector<KernelTable>& tables) {
     }
   }
   if (bf16::AmxMultiplier() != nullptr) {
-    tables.push_back(With<bf16::AmxMultiplier>(avx512, Isa::kAmx));
+    tables.push_back(WithBytes<int8::AmxMultiplier>(With<bf16::AmxMultiplier>(avx512, Isa::kAmx)));
   } else if (bf16::DotMultiplier() == nullptr) {
-    before_avx512(With<Plain>(avx512, Isa::kPlainBf16));
+    before_avx512(WithBytes<PlainBytes>(With<Plain>(avx512, Isa::kPlainBf16)));
   }
 }
 
