@@ -2,6 +2,9 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
+#include <array>
+#include <bit>
 #include <cstring>
 #include <new>
 #include <utility>
@@ -18,12 +21,83 @@ std::align_val_t AlignmentOf(std::size_t bytes) {
   return std::align_val_t{IsLarge(bytes) ? kHugePage : 64};
 }
 
+// Buffers that this thread has given back and may have again. Steps of decoding take and give back
+// dozens of the same small ones; for each of them the system's allocator takes a lock, and threads
+// that are ranks would wait for each other there.
+class Spares {
+ public:
+  static constexpr std::size_t kMostBytes = std::size_t{1} << 20;  // of a buffer
+#if defined(__SANITIZE_ADDRESS__)
+  static constexpr bool kUsed = false;  // it is to see every use of what was given back
+#else
+  static constexpr bool kUsed = true;
+#endif
+
+  Spares() = default;
+  ~Spares() {
+    gone_ = true;
+    for (const Piece& piece : pieces_) ::operator delete(piece.data, AlignmentOf(piece.bytes));
+  }
+  Spares(const Spares&) = delete;
+  Spares& operator=(const Spares&) = delete;
+
+  // What a buffer of so many bytes takes: sizes are few, so that pieces fit again.
+  static std::size_t PieceBytes(std::size_t bytes) {
+    constexpr std::size_t kLeast = 256;
+    return kUsed && bytes <= kMostBytes ? std::bit_ceil(std::max(bytes, kLeast)) : bytes;
+  }
+
+  // Null if there is none.
+  static std::byte* Take(std::size_t piece_bytes) {
+    if (!kUsed || piece_bytes > kMostBytes || gone_) return nullptr;
+    for (Piece& piece : OfThisThread().pieces_) {
+      if (piece.bytes != piece_bytes || piece.data == nullptr) continue;
+      return std::exchange(piece.data, nullptr);
+    }
+    return nullptr;
+  }
+
+  // Whether it was taken in.
+  static bool Keep(std::byte* data, std::size_t piece_bytes) {
+    if (!kUsed || piece_bytes > kMostBytes || gone_) return false;
+    for (Piece& piece : OfThisThread().pieces_) {
+      if (piece.data != nullptr) continue;
+      piece = {data, piece_bytes};
+      return true;
+    }
+    return false;
+  }
+
+ private:
+  struct Piece {
+    std::byte* data = nullptr;
+    std::size_t bytes = 0;
+  };
+
+  static Spares& OfThisThread() {
+    static thread_local Spares spares;
+    return spares;
+  }
+
+  static thread_local bool gone_;  // the thread is about to end
+  std::array<Piece, 8> pieces_;
+};
+
+thread_local bool Spares::gone_ = false;
+
 std::byte* Allocate(std::size_t bytes) {
-  void* data = ::operator new(bytes, AlignmentOf(bytes));
+  const std::size_t all = Spares::PieceBytes(bytes);
+  if (std::byte* spare = Spares::Take(all); spare != nullptr) return spare;
+  void* data = ::operator new(all, AlignmentOf(all));
 #ifdef MADV_HUGEPAGE
-  if (IsLarge(bytes)) madvise(data, bytes, MADV_HUGEPAGE);  // a wish: without it, all is as right
+  if (IsLarge(all)) madvise(data, all, MADV_HUGEPAGE);  // a wish: without it, all is as right
 #endif
   return static_cast<std::byte*>(data);
+}
+
+void Free(std::byte* data, std::size_t bytes) {
+  const std::size_t all = Spares::PieceBytes(bytes);
+  if (!Spares::Keep(data, all)) ::operator delete(data, AlignmentOf(all));
 }
 
 }  // namespace
@@ -86,7 +160,7 @@ TrackedBuffer::TrackedBuffer(std::size_t bytes, Purpose purpose, MemoryTracker* 
 }
 
 TrackedBuffer::~TrackedBuffer() {
-  if (data_ != nullptr) ::operator delete(data_, AlignmentOf(size()));
+  if (data_ != nullptr) Free(data_, size());
 }
 
 TrackedBuffer::TrackedBuffer(TrackedBuffer&& other) noexcept { *this = std::move(other); }

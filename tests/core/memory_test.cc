@@ -128,6 +128,33 @@ TEST(TrackedBufferTest, MovingMovesTheCount) {
   EXPECT_EQ(tracker.peak(), 130u);
 }
 
+// Small buffers are taken and given back many times a step.
+TEST(TrackedBufferTest, AThreadMayHaveAgainWhatItGaveBack) {
+  MemoryTracker tracker;
+  const auto take = [&](std::size_t bytes) {
+    return TrackedBuffer(bytes, Purpose::kWorkspace, &tracker);
+  };
+  for (int round = 0; round < 3; ++round) {
+    std::vector<TrackedBuffer> buffers;  // more than are kept, of sizes that share pieces
+    for (std::size_t i = 0; i < 40; ++i) {
+      buffers.push_back(take(200 + 100 * i));
+      std::fill_n(buffers.back().data(), buffers.back().size(), static_cast<std::byte>(i));
+    }
+    for (std::size_t i = 0; i < buffers.size(); ++i) {
+      const std::byte* data = buffers[i].data();
+      EXPECT_EQ(reinterpret_cast<std::uintptr_t>(data) % 64, 0u);
+      EXPECT_EQ(std::count(data, data + buffers[i].size(), static_cast<std::byte>(i)),
+                static_cast<std::ptrdiff_t>(buffers[i].size()));
+    }
+    EXPECT_EQ(tracker.held(Purpose::kWorkspace), 40 * 200 + 100 * (39 * 40 / 2));
+  }
+  EXPECT_EQ(tracker.held(Purpose::kWorkspace), 0u);
+  // A buffer may be given back by another thread, which may then end.
+  TrackedBuffer moved = take(300);
+  std::thread([buffer = std::move(moved)]() mutable { buffer = TrackedBuffer(); }).join();
+  EXPECT_EQ(tracker.held(Purpose::kWorkspace), 0u);
+}
+
 TEST(TrackedBufferTest, FailedAllocationIsNotCounted) {
   if (kSanitized) GTEST_SKIP() << "a sanitizer's allocator ends the program where it should throw";
   MemoryTracker tracker;
