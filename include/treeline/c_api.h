@@ -109,8 +109,8 @@ typedef struct treeline_spec {
   size_t alibi_slopes_count;  // 0 or heads
   const float* sinks;         // [sinks_count]; may be null if that is 0
   size_t sinks_count;         // 0 or heads
-  int32_t bf16_forward;  // 0 or 1; if 1, attention of many tokens may be computed in bf16, on CPUs
-                         // that multiply in it
+  int32_t bf16_terms;  // 0, 1 or 2; if not 0, attention of many tokens may be computed in bf16, on
+                       // CPUs that multiply in it: queries and keys as sums of so many numbers
   int32_t int8_queries;  // 0 or 1; if 1, queries that meet q8_0 keys in decoding may be rounded to
                          // 8 bits, on CPUs that multiply such numbers
 } treeline_spec;

@@ -15,6 +15,7 @@ struct AttentionSpec {
   static constexpr int kMaxHeadDim = 576;
   static constexpr int kMaxBackwardHeadDim = 256;
   static constexpr int kMaxHeads = 1 << 16;
+  static constexpr int kMaxBf16Terms = 2;
 
   int heads = 1;
   int kv_heads = 1;    // divides heads: 1 is MQA, heads is MHA
@@ -28,9 +29,10 @@ struct AttentionSpec {
   // [heads], or empty. A sink is one more score per row, with no value. It belongs to the whole
   // sequence: Attend leaves it out, ApplySinks adds it once.
   std::vector<float> sinks;
-  // Queries, keys and values of many tokens may be rounded to bf16 on CPUs that multiply in it, and
-  // be computed as such are; the backward pass rounds none.
-  bool bf16_forward = false;
+  // If not 0, attention of many tokens may be computed in bf16 on CPUs that multiply in it,
+  // whatever the inputs' types: queries and keys rounded to the sum of so many bf16 numbers (1 or
+  // 2), values and weights to one. For inference: gradients want results of exact inputs.
+  int bf16_terms = 0;
   // Queries that meet q8_0 keys in decoding may be rounded to 8 bits, 32 with a scale each: faster
   // on CPUs that multiply such numbers, less exact; see docs/numerics.md.
   bool int8_queries = false;

@@ -114,7 +114,7 @@ AttentionSpec ToSpec(const treeline_spec* spec) {
   result.causal = ToBool(spec->causal, "causal");
   result.window = spec->window;
   result.softcap = spec->softcap;
-  result.bf16_forward = ToBool(spec->bf16_forward, "bf16_forward");
+  result.bf16_terms = spec->bf16_terms;
   result.int8_queries = ToBool(spec->int8_queries, "int8_queries");
   Validate(result);
   result.alibi_slopes =
@@ -347,7 +347,7 @@ treeline_status treeline_spec_init(treeline_spec* spec, int32_t heads, int32_t k
              .alibi_slopes_count = 0,
              .sinks = nullptr,
              .sinks_count = 0,
-             .bf16_forward = usual.bf16_forward ? 1 : 0,
+             .bf16_terms = usual.bf16_terms,
              .int8_queries = usual.int8_queries ? 1 : 0};
   });
 }

@@ -18,6 +18,7 @@ enum class Arithmetic : std::uint8_t {
   kF32,
   kBf16,
   kToBf16,       // the same, of numbers that are not bf16 before
+  kToTwoTerms,   // the same, queries and keys as sums of two of them
   kInt8Queries,  // scores in 8 bits, all else in f32
 };
 

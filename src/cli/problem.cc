@@ -115,7 +115,7 @@ std::string ProblemShape::Describe() const {
   if (storage == Storage::kPaged) text << " by " << page_slots;
   if (spec.causal) text << ", causal";
   if (spec.window > 0) text << ", window " << spec.window;
-  if (spec.bf16_forward) text << ", bf16 forward";
+  if (spec.bf16_terms > 0) text << ", bf16 terms " << spec.bf16_terms;
   if (spec.int8_queries) text << ", int8 queries";
   if (spec.softcap > 0.0f) text << ", softcap " << spec.softcap;
   if (!spec.alibi_slopes.empty()) text << ", alibi";

@@ -45,6 +45,8 @@ void Validate(const AttentionSpec& spec) {
   Require(spec.window >= 0, "window is ", spec.window, "; it must be 0 (none) or positive");
   Require(std::isfinite(spec.softcap) && spec.softcap >= 0.0f, "softcap is ", spec.softcap,
           "; it must be 0 (none) or positive and finite");
+  Require(spec.bf16_terms >= 0 && spec.bf16_terms <= AttentionSpec::kMaxBf16Terms, "bf16_terms is ",
+          spec.bf16_terms, "; it must be from 0 to ", AttentionSpec::kMaxBf16Terms);
   RequirePerHead("alibi_slopes", spec.alibi_slopes, spec.heads);
   RequirePerHead("sinks", spec.sinks, spec.heads);
 }

@@ -39,6 +39,20 @@ KvCacheOptions CacheOptions(const LlamaShape& shape, const Communicator& comm,
           .pages = slots / kPageSlots + options.sequences};
 }
 
+// Of queries and keys. With one, what ranks compute would differ by more than they may by default.
+int Bf16Terms(const Context& context, Activations activations) {
+  switch (activations) {
+    case Activations::kF32:
+      return 0;
+    case Activations::kBf16:
+      return 1;
+    case Activations::kI16:
+      // Where whole numbers are multiplied faster than bf16 is, two terms take as long as f32.
+      return cpu::MultipliesInI16(context) ? 0 : 2;
+  }
+  return 0;
+}
+
 }  // namespace
 
 LlamaRank::LlamaRank(const LlamaModel& model, Communicator& comm, const Context& context,
@@ -62,7 +76,7 @@ LlamaRank::LlamaRank(const LlamaModel& model, Communicator& comm, const Context&
   Require(!options.reproducible || options.schedule == Schedule::kTree ||
               options.schedule == Schedule::kGather,
           "reproducible decoding needs schedule tree or gather, not ", Name(options.schedule));
-  spec_.bf16_forward = options.activations == Activations::kBf16;
+  spec_.bf16_terms = Bf16Terms(context_, options.activations);
   spec_.int8_queries = options.int8_queries;
   for (int i = 0; i < shape_.rope_dims / 2; ++i) {
     const double factor =

@@ -20,7 +20,7 @@ Signature& Signature::AddBytes(std::span<const std::byte> bytes) {
 Signature& Signature::Add(const AttentionSpec& spec) {
   Add(spec.heads).Add(spec.kv_heads).Add(spec.head_dim).Add(spec.v_head_dim);
   Add(spec.scale).Add(spec.causal).Add(spec.window).Add(spec.softcap);
-  Add(spec.bf16_forward).Add(spec.int8_queries);
+  Add(spec.bf16_terms).Add(spec.int8_queries);
   // With their lengths: slopes must not look like sinks.
   Add(spec.alibi_slopes.size()).AddBytes(std::as_bytes(std::span(spec.alibi_slopes)));
   return Add(spec.sinks.size()).AddBytes(std::as_bytes(std::span(spec.sinks)));

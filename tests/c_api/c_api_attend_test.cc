@@ -79,8 +79,8 @@ TEST(CApiAttend, PassesWhatMayBeRounded) {
   decoding.c_spec.int8_queries = 1;
   ExpectSameAttention(decoding);
   Problem forward(DType::kF32, /*query_tokens=*/20);
-  forward.spec.bf16_forward = true;
-  forward.c_spec.bf16_forward = 1;
+  forward.spec.bf16_terms = 2;
+  forward.c_spec.bf16_terms = 2;
   ExpectSameAttention(forward);
 }
 
@@ -193,7 +193,7 @@ TEST(CApiAttend, RejectsBadSpecs) {
       {"softcap is -1", [](Problem& p) { p.c_spec.softcap = -1.0f; }},
       {"window is -1", [](Problem& p) { p.c_spec.window = -1; }},
       {"causal is 2", [](Problem& p) { p.c_spec.causal = 2; }},
-      {"bf16_forward is -1", [](Problem& p) { p.c_spec.bf16_forward = -1; }},
+      {"bf16_terms is 3", [](Problem& p) { p.c_spec.bf16_terms = 3; }},
       {"int8_queries is 2", [](Problem& p) { p.c_spec.int8_queries = 2; }},
       {"alibi_slopes is null", [](Problem& p) { p.c_spec.alibi_slopes_count = 4; }},
       {"alibi_slopes_count is 3",

@@ -181,7 +181,7 @@ TEST(CApiSpec, InitGivesTheUsualSpec) {
   EXPECT_EQ(spec.alibi_slopes_count, 0u);
   EXPECT_EQ(spec.sinks, nullptr);
   EXPECT_EQ(spec.sinks_count, 0u);
-  EXPECT_EQ(spec.bf16_forward, 0);
+  EXPECT_EQ(spec.bf16_terms, 0);
   EXPECT_EQ(spec.int8_queries, 0);
 }
 

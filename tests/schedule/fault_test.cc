@@ -178,7 +178,7 @@ const Difference kDifferences[] = {
     {"causal", kAttention, [](Call& c) { c.spec.causal = true; }},
     {"window", kAttention, [](Call& c) { c.spec.window = 3; }},
     {"softcap", kAttention, [](Call& c) { c.spec.softcap = 3.0f; }},
-    {"bf16_forward", kAttention, [](Call& c) { c.spec.bf16_forward = true; }},
+    {"bf16_terms", kAttention, [](Call& c) { c.spec.bf16_terms = 2; }},
     {"int8_queries", kAttention, [](Call& c) { c.spec.int8_queries = true; }},
     {"sinks", kAttention, [](Call& c) { c.spec.sinks[1] = 0.0f; }},
     {"slopes instead of sinks", kAttention,

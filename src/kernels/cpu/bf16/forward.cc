@@ -1,6 +1,9 @@
 // Forward attention in bf16: both products by a machine's matrix instructions, sums and softmax in
 // f32, weights rounded to bf16.
 //
+// Queries and keys may be sums of two bf16 numbers, high and low; then their product is that of
+// both high terms, and those of a low and a high one.
+//
 // A strip is 32 query rows, the side of a product. Its way through a tile of keys has three steps:
 // scores, softmax, values. The steps of three strips run a part at a time by turns, so that matrix
 // and vector units work at once:
@@ -35,14 +38,22 @@ int BlockRows(const AttentionSpec& spec) {
   return dim <= 128 ? kMaxRows : dim <= 256 ? kMaxRows / 2 : kMaxRows / 4;
 }
 
+// Of queries and keys.
+int Terms(const AttentionSpec& spec, const AttendTask& task) {
+  const bool exact = task.q.dtype == DType::kBF16 && task.kv.dtype == DType::kBF16;
+  return exact ? 1 : spec.bf16_terms;
+}
+
 struct Workspace {
-  Workspace(const AttentionSpec& spec, std::byte* base)
-      : Workspace(spec, BlockRows(spec), Arena(base)) {}
-  Workspace(const AttentionSpec& spec, std::size_t most, Arena arena) : rows(arena, most) {
+  Workspace(const AttentionSpec& spec, int terms, std::byte* base)
+      : Workspace(spec, terms, BlockRows(spec), Arena(base)) {}
+  Workspace(const AttentionSpec& spec, int terms, std::size_t most, Arena arena)
+      : rows(arena, most) {
     qk_dim = RoundUp(spec.head_dim, kDepth);
+    qk_row = qk_dim * terms;
     v_dim = RoundUp(spec.v_head_dim, kSide);
-    query = arena.Take<Bits>(most * qk_dim);
-    keys = arena.Take<Bits>(std::size_t{kKeyTile} * qk_dim);
+    query = arena.Take<Bits>(most * qk_row);
+    keys = arena.Take<Bits>(std::size_t{kKeyTile} * qk_row);
     values = arena.Take<Bits>(std::size_t{kKeyTile} * v_dim);
     out = arena.Take<float>(most * v_dim);
     for (int i = 0; i < 2; ++i) {
@@ -50,7 +61,7 @@ struct Workspace {
       weights[i] = arena.Take<Bits>(std::size_t{kSide} * kKeyTile);
     }
     zeros = arena.Take<Bits>(AttentionSpec::kMaxHeadDim);
-    rounded_k = arena.Take<Bits>(std::size_t{kSide} * qk_dim);
+    rounded_k = arena.Take<Bits>(std::size_t{kSide} * qk_row);
     rounded_v = arena.Take<Bits>(std::size_t{kSide} * v_dim);
     maximum = arena.Take<float>(most);
     sum = arena.Take<float>(most * kLanes);
@@ -61,15 +72,16 @@ struct Workspace {
 
   ForwardRows rows;
   int qk_dim;         // padded to the depth of a step
+  int qk_row;         // all terms of a row
   int v_dim;          // padded to the side of a product
-  Bits* query;        // [row, qk_dim]
-  Bits* keys;         // tiles [key / 16, qk_dim / 32]
+  Bits* query;        // [row, term, qk_dim]: the low term, if there is one, then the high one
+  Bits* keys;         // tiles [key / 16, term, qk_dim / 32]: first the high term
   Bits* values;       // tiles [key / 32, v_dim / 16]
   float* out;         // [row, v_dim], not yet normalised
   float* scores[2];   // [kSide, kKeyTile]: products, then scores in the log2 domain
   Bits* weights[2];   // [kSide, kKeyTile]
   Bits* zeros;        // a row of keys beyond the last
-  Bits* rounded_k;    // [kSide, qk_dim]: rows that are not bf16 in memory
+  Bits* rounded_k;    // [term, kSide, qk_dim]: rows that are not bf16 in memory
   Bits* rounded_v;    // [kSide, v_dim]
   float* maximum;     // [row], log2 domain, may lag
   float* sum;         // [row, kLanes]
@@ -86,7 +98,8 @@ class Block {
         spec_(*args.spec),
         task_(*args.task),
         map_(spec_),
-        w_(spec_, args.workspace),
+        terms_(Terms(spec_, task_)),
+        w_(spec_, terms_, args.workspace),
         strips_((args.rows + kSide - 1) / kSide),
         k_bytes_(static_cast<int>(RowBytes(task_.kv.dtype, spec_.head_dim))),
         v_bytes_(static_cast<int>(RowBytes(task_.kv.dtype, spec_.v_head_dim))) {}
@@ -112,11 +125,19 @@ class Block {
  private:
   void LoadQueries() {
     w_.rows.Load(spec_, task_, args_.kv_head, args_.row_begin, args_.rows, strips_ * kSide);
-    std::memset(w_.query, 0, sizeof(Bits) * strips_ * kSide * w_.qk_dim);
+    std::memset(w_.query, 0, sizeof(Bits) * strips_ * kSide * w_.qk_row);
+    for (int s = 0; s < strips_; ++s) queries_finite_[s] = true;
     for (int i = 0; i < args_.rows; ++i) {
       const std::byte* row = task_.q.Row(w_.rows.token[i], w_.rows.head[i]);
-      const Bits* bits = InBf16(task_.q.dtype, row, spec_.head_dim, w_.query + i * w_.qk_dim);
-      std::memmove(w_.query + i * w_.qk_dim, bits, sizeof(Bits) * spec_.head_dim);
+      Bits* target = w_.query + i * w_.qk_row;
+      if (terms_ == 2) {
+        WidenRow(task_.q.dtype, row, spec_.head_dim, w_.row);
+        SplitRow(w_.row, spec_.head_dim, target + w_.qk_dim, target);
+        if (!AllFiniteBits(target + w_.qk_dim, spec_.head_dim)) queries_finite_[i / kSide] = false;
+      } else {
+        const Bits* bits = InBf16(task_.q.dtype, row, spec_.head_dim, target);
+        std::memmove(target, bits, sizeof(Bits) * spec_.head_dim);
+      }
     }
     const int rows = strips_ * kSide;
     std::memset(w_.out, 0, sizeof(float) * rows * w_.v_dim);
@@ -135,23 +156,25 @@ class Block {
 
   void LoadTile(std::int64_t slot, int keys) {
     const int groups = (keys + kSide - 1) / kSide;
-    values_finite_ = true;
+    keys_finite_ = values_finite_ = true;
     for (int g = 0; g < groups; ++g) {
-      const Bits* k[kSide];
+      const Bits* k[AttentionSpec::kMaxBf16Terms][kSide];
       const Bits* v[kSide];
       for (int j = 0; j < kSide; ++j) {
         const std::int64_t key = slot + g * kSide + j;
-        k[j] = v[j] = w_.zeros;
+        k[0][j] = k[1][j] = v[j] = w_.zeros;
         if (g * kSide + j >= keys) continue;
-        k[j] = InBf16(task_.kv.dtype, task_.kv.KeyRow(key, args_.kv_head), spec_.head_dim,
-                      w_.rounded_k + j * w_.qk_dim);
+        LoadKey(key, w_.rounded_k + j * w_.qk_dim, k[0][j], k[1][j]);
         v[j] = InBf16(task_.kv.dtype, task_.kv.ValueRow(key, args_.kv_head), spec_.v_head_dim,
                       w_.rounded_v + j * w_.v_dim);
         values_finite_ = values_finite_ && AllFiniteBits(v[j], spec_.v_head_dim);
       }
-      Bits* tiles = w_.keys + g * kSide * w_.qk_dim;
-      PackColumns(k, spec_.head_dim, tiles);
-      PackColumns(k + kTileRows, spec_.head_dim, tiles + kTileRows * w_.qk_dim);
+      for (int term = 0; term < terms_; ++term) {
+        for (int half = 0; half < kSide; half += kTileRows) {
+          PackColumns(k[term] + half, spec_.head_dim,
+                      w_.keys + (g * kSide + half) * w_.qk_row + term * kTileRows * w_.qk_dim);
+        }
+      }
       PackRows(v, spec_.v_head_dim, w_.values + g * kSide * w_.v_dim);
     }
     if (map_.has_alibi) {
@@ -160,6 +183,20 @@ class Block {
         w_.key_offset[j] = static_cast<float>(task_.kv_positions[slot + j] - first);
       }
     }
+  }
+
+  // The terms of a key. What is not bf16 in memory is made so in `rounded`, kSide rows apart.
+  HWY_INLINE void LoadKey(std::int64_t key, Bits* rounded, const Bits*& high, const Bits*& low) {
+    const std::byte* row = task_.kv.KeyRow(key, args_.kv_head);
+    if (terms_ == 1) {
+      high = InBf16(task_.kv.dtype, row, spec_.head_dim, rounded);
+      return;
+    }
+    WidenRow(task_.kv.dtype, row, spec_.head_dim, w_.row);
+    SplitRow(w_.row, spec_.head_dim, rounded, rounded + kSide * w_.qk_dim);
+    high = rounded;
+    low = rounded + kSide * w_.qk_dim;
+    keys_finite_ = keys_finite_ && AllFiniteBits(high, spec_.head_dim);
   }
 
   // One strip's way through a tile of keys.
@@ -208,16 +245,28 @@ class Block {
     constexpr int kEvery = kParts / kKeyGroups;
     const int group = part / kEvery;
     if (part % kEvery != 0 || group >= step.groups) return;
-    multiplier_.multiply({.a = w_.query + step.strip * kSide * w_.qk_dim,
-                          .a_row = w_.qk_dim,
+    const Bits* query = w_.query + step.strip * kSide * w_.qk_row;
+    bf16::Product product{.a = query,
+                          .a_row = w_.qk_row,
                           .a_step = kDepth,
-                          .b = w_.keys + group * kSide * w_.qk_dim,
-                          .b_column = std::int64_t{kTileRows} * w_.qk_dim,
+                          .b = w_.keys + group * kSide * w_.qk_row,
+                          .b_column = std::int64_t{kTileRows} * w_.qk_row,
                           .b_step = kTileSize,
-                          .steps = w_.qk_dim / kDepth,
+                          .steps = w_.qk_row / kDepth,
                           .c = step.scores + group * kSide,
                           .c_row = kKeyTile,
-                          .add = false});
+                          .add = false};
+    if (terms_ == 2) {
+      // Low queries with high keys and high ones with low keys: small terms first. Where something
+      // is not finite, its low term is none of use, and 0 * inf must not reach sums.
+      if (keys_finite_ && queries_finite_[step.strip]) {
+        multiplier_.multiply(product);
+        product.add = true;
+      }
+      product.a = query + w_.qk_dim;
+      product.steps = w_.qk_dim / kDepth;
+    }
+    multiplier_.multiply(product);
   }
 
   void Values(const Step& step, int part) {
@@ -368,6 +417,7 @@ class Block {
   const AttentionSpec& spec_;
   const AttendTask& task_;
   const ScoreMap map_;
+  const int terms_;
   const Workspace w_;
   const int strips_;
   const int k_bytes_;  // of a row
@@ -376,13 +426,15 @@ class Block {
   std::int64_t fetched_ = 0;  // rows before this one are, or are on their way
   std::int64_t fetch_end_ = 0;
   Reach reach_[kMaxStrips];
+  bool keys_finite_ = true;  // those of the tile; looked at only if there are two terms
   bool values_finite_ = true;
+  bool queries_finite_[kMaxStrips];  // by strip, likewise
 };
 
 }  // namespace
 
-ForwardBlock BlockOfBf16Forward(const AttentionSpec& spec) noexcept {
-  return {BlockRows(spec), Workspace(spec, nullptr).bytes};
+ForwardBlock BlockOfBf16Forward(const AttentionSpec& spec, const AttendTask& task) noexcept {
+  return {BlockRows(spec), Workspace(spec, Terms(spec, task), nullptr).bytes};
 }
 
 void Bf16Forward(const ForwardArgs& args, const bf16::Multiplier& multiplier) noexcept {

@@ -20,7 +20,7 @@
 HWY_BEFORE_NAMESPACE();
 namespace treeline::cpu::HWY_NAMESPACE {
 
-ForwardBlock BlockOfBf16Forward(const AttentionSpec& spec) noexcept;
+ForwardBlock BlockOfBf16Forward(const AttentionSpec& spec, const AttendTask& task) noexcept;
 void Bf16Forward(const ForwardArgs& args, const bf16::Multiplier& multiplier) noexcept;
 
 BackwardBlock BlockOfBf16Backward(const AttentionSpec& spec, const BackwardTask& task) noexcept;

@@ -84,7 +84,32 @@ inline void RoundRow(const float* source, int n, Bits* target) {
   }
 }
 
-// The same; also the product of the rounded row with `other` [n].
+// The same as the sum of two: what rounding leaves is rounded, too. An infinity, or what rounds to
+// one, has nothing left.
+inline void SplitRow(const float* source, int n, Bits* high, Bits* low) {
+  const DF d;
+  const DU du;
+  const D16 d16;
+  for (int i = 0; i < n; i += kDepth) {
+    hn::Vec<DU> first[2];
+    hn::Vec<DU> second[2];
+    for (int h = 0; h < 2; ++h) {
+      const int left = std::clamp(n - i - h * kLanes, 0, kLanes);
+      const VF x = hn::MaskedLoad(hn::FirstN(d, static_cast<std::size_t>(left)), d,
+                                  source + (left > 0 ? i + h * kLanes : 0));
+      first[h] = RoundUpperHalf(x);
+      const VF rounded = hn::BitCast(d, hn::And(first[h], hn::Set(du, 0xFFFF0000U)));
+      const VF rest = hn::IfThenZeroElse(hn::IsInf(rounded), hn::Sub(x, rounded));
+      second[h] = RoundUpperHalf(rest);
+    }
+    hn::StoreU(hn::ConcatOdd(d16, hn::BitCast(d16, first[1]), hn::BitCast(d16, first[0])), d16,
+               high + i);
+    hn::StoreU(hn::ConcatOdd(d16, hn::BitCast(d16, second[1]), hn::BitCast(d16, second[0])), d16,
+               low + i);
+  }
+}
+
+// RoundRow; also the product of the rounded row with `other` [n].
 inline float RoundRowAndMultiply(const float* source, const float* other, int n, Bits* target) {
   const DF d;
   const DU du;

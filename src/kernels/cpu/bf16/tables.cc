@@ -22,11 +22,11 @@ bool IsBf16(const Task& task) {
 }
 
 bool IsForwardInBf16(const AttentionSpec& spec, const AttendTask& task) {
-  return spec.bf16_forward || IsBf16(task);
+  return spec.bf16_terms > 0 || IsBf16(task);
 }
 
 ForwardBlock ChooseForwardBlock(const AttentionSpec& spec, const AttendTask& task) noexcept {
-  return IsForwardInBf16(spec, task) ? BlockOfBf16Forward(spec) : BlockOfForward(spec, task);
+  return IsForwardInBf16(spec, task) ? BlockOfBf16Forward(spec, task) : BlockOfForward(spec, task);
 }
 
 BackwardBlock ChooseBackwardBlock(const AttentionSpec& spec, const BackwardTask& task) noexcept {

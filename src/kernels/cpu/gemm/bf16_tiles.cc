@@ -27,18 +27,15 @@ void RoundTokens(const RoundTokensArgs& args) noexcept {
   for (int t = 0; t < kSide; ++t) {
     for (int i = 0; i < args.columns; i += kDepth) {
       Bits* target = args.target + std::int64_t{i} * kSide + t * kDepth;
-      float x[kDepth] = {};
-      if (t < args.tokens) {
-        std::copy_n(args.x + t * args.x_stride + i, std::min(kDepth, args.columns - i), x);
+      const int n = t < args.tokens ? std::min(kDepth, args.columns - i) : 0;
+      if (n == 0) {
+        std::memset(target, 0, sizeof(Bits) * kDepth);
+        if (args.terms == 2) std::memset(target + term, 0, sizeof(Bits) * kDepth);
+      } else if (args.terms == 2) {
+        SplitRow(args.x + t * args.x_stride + i, n, target, target + term);
+      } else {
+        RoundRow(args.x + t * args.x_stride + i, n, target);
       }
-      RoundRow(x, kDepth, target);
-      if (args.terms == 1) continue;
-      for (int j = 0; j < kDepth; ++j) {
-        // An infinity has nothing left; a NaN is one in both terms.
-        const float rounded = F32FromBF16(target[j]);
-        x[j] = std::isinf(rounded) ? 0.0f : x[j] - rounded;
-      }
-      RoundRow(x, kDepth, target + term);
     }
   }
 }
