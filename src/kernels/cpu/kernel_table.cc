@@ -28,7 +28,7 @@ KernelTable MakeTable(Isa isa) {
           .multiply_panel = MultiplyPanel,
           .i16 = FindI16Kernels(),
           .refine_row = RefineRow,
-          .dot_rows = DotRows,
+          .dot_rows = FindDotRows(),
           .rms_norm = RmsNorm,
           .rotate = Rotate,
           .swiglu = SwiGlu,

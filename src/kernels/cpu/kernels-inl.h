@@ -32,6 +32,9 @@ void MultiplyPanel(const PanelArgs& args) noexcept;
 const I16Kernels* FindI16Kernels() noexcept;
 void RefineRow(const float* x, int columns, const FineRow& target) noexcept;
 void DotRows(const DotRowsArgs& args) noexcept;
+// The fastest that the CPU has.
+using DotRowsFunction = void(const DotRowsArgs& args) noexcept;
+DotRowsFunction* FindDotRows() noexcept;
 void RmsNorm(const float* x, const float* weight, int n, float epsilon, float* out) noexcept;
 void Rotate(const RotateArgs& args) noexcept;
 void SwiGlu(float* gate, const float* up, int n) noexcept;

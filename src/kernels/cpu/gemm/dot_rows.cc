@@ -12,7 +12,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 
+#include "kernels/cpu/gemm/row_formats.h"
 #include "kernels/cpu/kernels-inl.h"
 #include "kernels/cpu/kv_load-inl.h"
 #include "kernels/cpu/simd-inl.h"
@@ -73,7 +75,7 @@ struct Sums {
   }
 };
 
-// The formats, as GGUF has them. Each adds one block of `kElements` weights to the sums.
+// The formats. Each adds a block of weights to the sums.
 
 // 4 bits of the first and the second half of a block share a byte.
 HWY_INLINE V32 DotNibbles(const std::uint8_t* bytes, const std::int16_t* x) {
@@ -86,12 +88,8 @@ HWY_INLINE V32 DotNibbles(const std::uint8_t* bytes, const std::int16_t* x) {
   return sum;
 }
 
-struct Q40 {  // weight = d * (q - 8)
-  static constexpr int kElements = 32;
-  struct Block {
-    std::uint16_t d;
-    std::uint8_t q[16];
-  };
+struct Q40 {
+  using Block = Q40Block;
   static HWY_INLINE void Add(const Block& block, const FineRow& x, int at, Sums& sums) {
     const VS d = WidenHalf(block.d);
     const int unit = at / kFineBlock;
@@ -100,13 +98,8 @@ struct Q40 {  // weight = d * (q - 8)
   }
 };
 
-struct Q41 {  // weight = d * q + m
-  static constexpr int kElements = 32;
-  struct Block {
-    std::uint16_t d;
-    std::uint16_t m;
-    std::uint8_t q[16];
-  };
+struct Q41 {
+  using Block = Q41Block;
   static HWY_INLINE void Add(const Block& block, const FineRow& x, int at, Sums& sums) {
     const int unit = at / kFineBlock;
     sums.Add(DotNibbles(block.q, x.values + at),
@@ -115,12 +108,8 @@ struct Q41 {  // weight = d * q + m
   }
 };
 
-struct Q80 {  // weight = d * q
-  static constexpr int kElements = 32;
-  struct Block {
-    std::uint16_t d;
-    std::int8_t q[32];
-  };
+struct Q80 {
+  using Block = Q80Block;
   static HWY_INLINE void Add(const Block& block, const FineRow& x, int at, Sums& sums) {
     V32 sum = hn::Zero(D32());
     for (int i = 0; i < kFineBlock; i += kStep) {
@@ -130,33 +119,17 @@ struct Q80 {  // weight = d * q
   }
 };
 
-struct Q4K {  // weight = d * scale * q - m * min; scale and min of 6 bits, one of each for 32
-              // weights
-  static constexpr int kElements = 256;
-  struct Block {
-    std::uint16_t d;
-    std::uint16_t m;
-    std::uint8_t scales[12];
-    std::uint8_t q[128];
-  };
-  // Eight scales of 6 bits, then eight minima: the upper 2 bits of the last four of each are those
-  // that the first four leave free.
-  static HWY_INLINE void Unpack(const std::uint8_t* packed, std::uint8_t* scales,
-                                std::uint8_t* minima) {
-    for (int i = 0; i < 4; ++i) {
-      scales[i] = packed[i] & 63;
-      minima[i] = packed[i + 4] & 63;
-      scales[i + 4] = static_cast<std::uint8_t>((packed[i + 8] & 15) | (packed[i] >> 6 << 4));
-      minima[i + 4] = static_cast<std::uint8_t>((packed[i + 8] >> 4) | (packed[i + 4] >> 6 << 4));
-    }
-  }
+struct Q4K {
+  using Block = Q4KBlock;
   static HWY_INLINE void Add(const Block& block, const FineRow& x, int at, Sums& sums) {
-    std::uint8_t scales[8];
-    std::uint8_t minima[8];
-    Unpack(block.scales, scales, minima);
+    const Q4KScales unpacked = Unpack(block.scales);
+    std::uint8_t scales[Block::kUnits];
+    std::uint8_t minima[Block::kUnits];
+    std::memcpy(scales, &unpacked.scales, sizeof(scales));
+    std::memcpy(minima, &unpacked.minima, sizeof(minima));
     const VS d = WidenHalf(block.d);
     float constants = 0.0f;
-    for (int pair = 0; pair < 4; ++pair) {  // 32 bytes hold two units, one in the lower 4 bits
+    for (int pair = 0; pair < Block::kUnits / 2; ++pair) {
       const std::uint8_t* bytes = block.q + pair * 32;
       const std::int16_t* values = x.values + at + pair * 64;
       const int unit = at / kFineBlock + pair * 2;
@@ -180,14 +153,8 @@ struct Q4K {  // weight = d * scale * q - m * min; scale and min of 6 bits, one 
   }
 };
 
-struct Q6K {  // weight = d * scale * (q - 32); scales of 8 bits, one for 16 weights
-  static constexpr int kElements = 256;
-  struct Block {
-    std::uint8_t low[128];  // 4 bits
-    std::uint8_t high[64];  // 2 bits
-    std::int8_t scales[16];
-    std::uint16_t d;
-  };
+struct Q6K {
+  using Block = Q6KBlock;
   static HWY_INLINE void Add(const Block& block, const FineRow& x, int at, Sums& sums) {
     const VS d = WidenHalf(block.d);
     const V16 nibble = hn::Set(D16(), 15);
@@ -231,13 +198,13 @@ HWY_INLINE float DotPacked(const std::byte* row, const FineRow& x, int columns) 
   Sums odd;  // two chains of additions at a time
   even.Clear();
   odd.Clear();
-  const int count = columns / Format::kElements;
+  const int count = columns / Block::kElements;
   int b = 0;
   for (; b + 2 <= count; b += 2) {
-    Format::Add(blocks[b], x, b * Format::kElements, even);
-    Format::Add(blocks[b + 1], x, (b + 1) * Format::kElements, odd);
+    Format::Add(blocks[b], x, b * Block::kElements, even);
+    Format::Add(blocks[b + 1], x, (b + 1) * Block::kElements, odd);
   }
-  if (b < count) Format::Add(blocks[b], x, b * Format::kElements, even);
+  if (b < count) Format::Add(blocks[b], x, b * Block::kElements, even);
   return even.Total() + odd.Total();
 }
 
