@@ -95,6 +95,8 @@ TEST(SpecTest, BadNumbersAreNamed) {
       {[](AttentionSpec& s) { s.window = -1; }, "window is -1"},
       {[](AttentionSpec& s) { s.window = std::numeric_limits<std::int64_t>::min(); },
        "window is -9223372036854775808"},
+      {[](AttentionSpec& s) { s.bf16_terms = -1; }, "bf16_terms is -1"},
+      {[](AttentionSpec& s) { s.bf16_terms = 3; }, "bf16_terms is 3"},
       {[](AttentionSpec& s) { s.softcap = -0.5f; }, "softcap is -0.5"},
       {[](AttentionSpec& s) { s.softcap = kNaN; }, "softcap is nan"},
       {[](AttentionSpec& s) { s.softcap = kInfinity; }, "softcap is inf"},

@@ -48,8 +48,9 @@ class AttentionTest : public testing::TestWithParam<Isa> {
   }
 
   // With a number that is not finite in a key, or in a value, at slot `bad_slot`.
-  void ExpectReach(DType dtype, std::int64_t queries, std::int64_t keys, std::int64_t bad_slot,
-                   float bad, bool in_key) const;
+  void ExpectBoundedMemory(const ProblemShape& shape) const;
+  void ExpectReach(DType dtype, int bf16_terms, std::int64_t queries, std::int64_t keys,
+                   std::int64_t bad_slot, float bad, bool in_key) const;
 };
 
 INSTANTIATE_TEST_SUITE_P(Isas, AttentionTest, testing::ValuesIn(cpu::TestedIsas()), IsaName);
@@ -212,6 +213,7 @@ TEST_P(AttentionTest, QueriesAndKeysInBf16) {
       spec.v_head_dim = 48;
       check(spec, 70, 20, Storage::kPadded);
     }
+    check(Causal(64, 64, 8), 40, 400, Storage::kPaged);  // so many keys have larger blocks
     // Where a row has one key, the gradients of its score cancel.
     AttentionSpec spec = AttentionSpec::Make(8, 1, 64);
     spec.v_head_dim = 256;
@@ -241,12 +243,14 @@ void WriteElement(DType dtype, std::byte* row, int i, float x) {
   }
 }
 
-void AttentionTest::ExpectReach(DType dtype, std::int64_t queries, std::int64_t keys,
-                                std::int64_t bad_slot, float bad, bool in_key) const {
-  SCOPED_TRACE(testing::Message() << Name(dtype) << ", " << queries << " queries, " << bad
-                                  << (in_key ? " in a key" : " in a value"));
+void AttentionTest::ExpectReach(DType dtype, int bf16_terms, std::int64_t queries,
+                                std::int64_t keys, std::int64_t bad_slot, float bad,
+                                bool in_key) const {
+  SCOPED_TRACE(testing::Message() << Name(dtype) << ", " << bf16_terms << " terms, " << queries
+                                  << " queries, " << bad << (in_key ? " in a key" : " in a value"));
   AttentionSpec spec = Causal(2, 1, 16);
   spec.window = 40;
+  spec.bf16_terms = bf16_terms;
   ProblemShape shape = Sequence(spec, 0, 0);
   shape.q_dtype = shape.kv_dtype = dtype;
   // Some rows before the bad key, some with it in their window, some beyond.
@@ -291,7 +295,9 @@ TEST_P(AttentionTest, NonFiniteValuesReachOnlyRowsThatSeeThem) {
     for (std::int64_t queries : {3, 60, 150}) {
       for (float bad : {kNaN, kInf, -kInf}) {
         for (bool in_key : {false, true}) {
-          ExpectReach(dtype, queries, kKeys, kBad, bad, in_key);
+          ExpectReach(dtype, 0, queries, kKeys, kBad, bad, in_key);
+          if (!ComputesInBf16(GetParam()) || dtype == DType::kBF16) continue;
+          for (int terms : {1, 2}) ExpectReach(dtype, terms, queries, kKeys, kBad, bad, in_key);
         }
       }
     }
@@ -321,8 +327,29 @@ TEST_P(AttentionTest, GradientsDoNotDependOnThreads) {
   }
 }
 
-TEST_P(AttentionTest, WorkingMemoryIsBounded) {
+void AttentionTest::ExpectBoundedMemory(const ProblemShape& shape) const {
   constexpr std::size_t kPerThread = std::size_t{2} << 20;
+  const AttentionSpec& spec = shape.spec;
+  Problem problem(shape);
+  for (int threads : {1, 3}) {
+    ThreadPool pool(threads, std::chrono::microseconds(0));
+    MemoryTracker memory;
+    Attend(spec, problem.tasks(), context(&pool, &memory));
+    EXPECT_GT(memory.peak(Purpose::kWorkspace), 0u);
+    EXPECT_LE(memory.peak(Purpose::kWorkspace), kPerThread * static_cast<std::size_t>(threads))
+        << "attend, " << threads << " threads, " << shape.Describe();
+    EXPECT_EQ(memory.held(Purpose::kWorkspace), 0u);
+    if (spec.head_dim > AttentionSpec::kMaxBackwardHeadDim || problem.tasks()[0].q.tokens < 100) {
+      continue;
+    }
+    memory.ResetPeaks();
+    AttendBackward(spec, problem.MakeBackward(), context(&pool, &memory));
+    EXPECT_LE(memory.peak(Purpose::kWorkspace), kPerThread * static_cast<std::size_t>(threads))
+        << "backward, " << threads << " threads, " << shape.Describe();
+  }
+}
+
+TEST_P(AttentionTest, WorkingMemoryIsBounded) {
   struct Case {
     int heads, kv_heads, head_dim, v_head_dim;
     std::int64_t queries, keys;
@@ -331,26 +358,16 @@ TEST_P(AttentionTest, WorkingMemoryIsBounded) {
   for (const Case& c : {Case{2, 2, 128, 128, 200, 200}, Case{1, 1, 576, 512, 200, 20},
                         Case{128, 1, 576, 512, 1, 40}, Case{32, 8, 128, 128, 1, 6000},
                         Case{32, 8, 128, 128, 4, 600}, Case{2048, 2048, 128, 128, 1, 2},
-                        Case{1, 1, 256, 256, 200, 100}}) {
+                        Case{1, 1, 256, 256, 200, 100}, Case{64, 64, 128, 128, 100, 400}}) {
     AttentionSpec spec = Causal(c.heads, c.kv_heads, c.head_dim);
     spec.v_head_dim = c.v_head_dim;
     ProblemShape shape = Sequence(spec, c.queries, c.keys);
     shape.kv_dtype = DType::kBF16;
-    Problem problem(shape);
-    for (int threads : {1, 3}) {
-      ThreadPool pool(threads, std::chrono::microseconds(0));
-      MemoryTracker memory;
-      Attend(spec, problem.tasks(), context(&pool, &memory));
-      EXPECT_GT(memory.peak(Purpose::kWorkspace), 0u);
-      EXPECT_LE(memory.peak(Purpose::kWorkspace), kPerThread * static_cast<std::size_t>(threads))
-          << "attend, " << threads << " threads, " << shape.Describe();
-      EXPECT_EQ(memory.held(Purpose::kWorkspace), 0u);
-      if (c.head_dim > AttentionSpec::kMaxBackwardHeadDim || c.queries < 100) continue;
-      memory.ResetPeaks();
-      AttendBackward(spec, problem.MakeBackward(), context(&pool, &memory));
-      EXPECT_LE(memory.peak(Purpose::kWorkspace), kPerThread * static_cast<std::size_t>(threads))
-          << "backward, " << threads << " threads, " << shape.Describe();
-    }
+    ExpectBoundedMemory(shape);
+    if (!ComputesInBf16(GetParam())) continue;
+    ExpectBoundedMemory(InBf16(shape));
+    shape.spec.bf16_terms = 2;
+    ExpectBoundedMemory(shape);
   }
 }
 
