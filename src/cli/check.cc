@@ -248,7 +248,7 @@ RandomCase MakeRandomCase(std::uint64_t seed, std::uint64_t index) {
   shape.page_slots = pick(std::array<std::int64_t, 5>{1, 7, 16, 64, 256});
   spec.causal = chance(2);
   if (chance(4)) spec.window = 1 + below(chance(2) ? 8 : 200);
-  if (chance(3)) spec.bf16_terms = 1 + below(AttentionSpec::kMaxBf16Terms);
+  if (chance(3)) spec.bf16_terms = static_cast<int>(1 + below(AttentionSpec::kMaxBf16Terms));
   spec.int8_queries = shape.kv_dtype == DType::kQ8_0 && chance(2);
   if (chance(6)) spec.softcap = real(1.0f, 50.0f);
   if (chance(6)) {

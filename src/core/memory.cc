@@ -21,6 +21,8 @@ std::align_val_t AlignmentOf(std::size_t bytes) {
   return std::align_val_t{IsLarge(bytes) ? kHugePage : 64};
 }
 
+thread_local bool thread_is_ending = false;  // its Spares are gone
+
 // Buffers that this thread has given back and may have again. Steps of decoding take and give back
 // dozens of the same small ones; for each of them the system's allocator takes a lock, and threads
 // that are ranks would wait for each other there.
@@ -35,7 +37,7 @@ class Spares {
 
   Spares() = default;
   ~Spares() {
-    gone_ = true;
+    thread_is_ending = true;
     for (const Piece& piece : pieces_) ::operator delete(piece.data, AlignmentOf(piece.bytes));
   }
   Spares(const Spares&) = delete;
@@ -49,7 +51,7 @@ class Spares {
 
   // Null if there is none.
   static std::byte* Take(std::size_t piece_bytes) {
-    if (!kUsed || piece_bytes > kMostBytes || gone_) return nullptr;
+    if (!kUsed || piece_bytes > kMostBytes || thread_is_ending) return nullptr;
     for (Piece& piece : OfThisThread().pieces_) {
       if (piece.bytes != piece_bytes || piece.data == nullptr) continue;
       return std::exchange(piece.data, nullptr);
@@ -57,33 +59,32 @@ class Spares {
     return nullptr;
   }
 
-  // Whether it was taken in.
-  static bool Keep(std::byte* data, std::size_t piece_bytes) {
-    if (!kUsed || piece_bytes > kMostBytes || gone_) return false;
-    for (Piece& piece : OfThisThread().pieces_) {
-      if (piece.data != nullptr) continue;
-      piece = {data, piece_bytes};
-      return true;
-    }
-    return false;
-  }
-
- private:
+  // Memory of a buffer, or none.
   struct Piece {
     std::byte* data = nullptr;
     std::size_t bytes = 0;
   };
 
+  // Takes a piece in, instead of an older one if there is no room; returns what is to be freed.
+  static Piece Keep(Piece kept) {
+    if (!kUsed || kept.bytes > kMostBytes || thread_is_ending) return kept;
+    Spares& spares = OfThisThread();
+    for (Piece& piece : spares.pieces_) {
+      if (piece.data == nullptr) return std::exchange(piece, kept);
+    }
+    spares.oldest_ = (spares.oldest_ + 1) % spares.pieces_.size();
+    return std::exchange(spares.pieces_[spares.oldest_], kept);
+  }
+
+ private:
   static Spares& OfThisThread() {
     static thread_local Spares spares;
     return spares;
   }
 
-  static thread_local bool gone_;  // the thread is about to end
   std::array<Piece, 8> pieces_;
+  std::size_t oldest_ = 0;  // about
 };
-
-thread_local bool Spares::gone_ = false;
 
 std::byte* Allocate(std::size_t bytes) {
   const std::size_t all = Spares::PieceBytes(bytes);
@@ -96,8 +97,8 @@ std::byte* Allocate(std::size_t bytes) {
 }
 
 void Free(std::byte* data, std::size_t bytes) {
-  const std::size_t all = Spares::PieceBytes(bytes);
-  if (!Spares::Keep(data, all)) ::operator delete(data, AlignmentOf(all));
+  const Spares::Piece freed = Spares::Keep({data, Spares::PieceBytes(bytes)});
+  if (freed.data != nullptr) ::operator delete(freed.data, AlignmentOf(freed.bytes));
 }
 
 }  // namespace
