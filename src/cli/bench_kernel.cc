@@ -115,7 +115,8 @@ std::vector<BenchCase> SelectCases(const BenchOptions& options) {
         if (options.kv_heads > 0) custom_case.kv_heads = options.kv_heads;
         if (options.head_dim > 0) custom_case.head_dim = options.head_dim;
         if (options.batch > 0) custom_case.batch = options.batch;
-        custom_case.int8_queries = options.int8_queries && custom_case.dtype == DType::kQ8_0;
+        custom_case.int8_queries = options.int8_queries && c.kernel == Kernel::kDecode &&
+                                   custom_case.dtype == DType::kQ8_0;
         if (custom_case.int8_queries) custom_case.note = "int8 queries";
         Validate(
             AttentionSpec::Make(custom_case.heads, custom_case.kv_heads, custom_case.head_dim));
@@ -126,6 +127,9 @@ std::vector<BenchCase> SelectCases(const BenchOptions& options) {
     }
   }
   Require(!selected.empty(), "no case is left by --case and --dtype");
+  Require(!options.int8_queries || std::any_of(selected.begin(), selected.end(),
+                                               [](const BenchCase& c) { return c.int8_queries; }),
+          "--int8-queries is for decoding of q8_0: --case decode --dtype q8_0");
   return selected;
 }
 

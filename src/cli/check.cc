@@ -90,8 +90,10 @@ Arithmetic ArithmeticOf(Kernel kernel, Isa isa, const AttentionSpec& spec, DType
   if (kernel == Kernel::kDecode || !ComputesInBf16(isa)) return Arithmetic::kF32;
   if (q == DType::kBF16 && kv == DType::kBF16) return Arithmetic::kBf16;
   if (kernel == Kernel::kBackward) return Arithmetic::kF32;  // see CheckBackward()
-  return std::array{Arithmetic::kF32, Arithmetic::kToBf16,
-                    Arithmetic::kToTwoTerms}[static_cast<std::size_t>(spec.bf16_terms)];
+  if (spec.bf16_terms == 0 || spec.bf16_terms > cpu::TableFor(isa).bf16_terms) {
+    return Arithmetic::kF32;
+  }
+  return spec.bf16_terms == 1 ? Arithmetic::kToBf16 : Arithmetic::kToTwoTerms;
 }
 
 double Peak(const Context& context, Arithmetic arithmetic) {

@@ -23,17 +23,26 @@ std::align_val_t AlignmentOf(std::size_t bytes) {
 
 thread_local bool thread_is_ending = false;  // its Spares are gone
 
-// Buffers that this thread has given back and may have again. Steps of decoding take and give back
-// dozens of the same small ones; for each of them the system's allocator takes a lock, and threads
-// that are ranks would wait for each other there.
+// Sanitizers are to see every use of what was given back.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr bool kSanitized = true;
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
+constexpr bool kSanitized = true;
+#else
+constexpr bool kSanitized = false;
+#endif
+#else
+constexpr bool kSanitized = false;
+#endif
+
+// Buffers that this thread has given back and may have again: eight of 128 KiB at most. Steps of
+// decoding take and give back dozens of the same small ones; for each of them the system's
+// allocator takes a lock, and threads that are ranks would wait for each other there.
 class Spares {
  public:
-  static constexpr std::size_t kMostBytes = std::size_t{1} << 20;  // of a buffer
-#if defined(__SANITIZE_ADDRESS__)
-  static constexpr bool kUsed = false;  // it is to see every use of what was given back
-#else
-  static constexpr bool kUsed = true;
-#endif
+  static constexpr bool kUsed = !kSanitized;
+  static constexpr std::size_t kMostBytes = std::size_t{128} << 10;  // of a buffer
 
   Spares() = default;
   ~Spares() {
@@ -97,6 +106,9 @@ std::byte* Allocate(std::size_t bytes) {
 }
 
 void Free(std::byte* data, std::size_t bytes) {
+#ifndef NDEBUG
+  std::memset(data, 0xFF, bytes);
+#endif
   const Spares::Piece freed = Spares::Keep({data, Spares::PieceBytes(bytes)});
   if (freed.data != nullptr) ::operator delete(freed.data, AlignmentOf(freed.bytes));
 }

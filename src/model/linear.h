@@ -10,8 +10,9 @@ namespace treeline::model {
 
 // How activations enter products with weights.
 enum class Activations : std::uint8_t {
-  kI16,   // as 16-bit whole numbers, 32 with a scale each, where the instruction set is fast at
-          // that; of many tokens, as sums of two bf16 numbers, or as floats, where it is not
+  kI16,   // as 16-bit whole numbers, 32 with a scale each. Of many tokens: those and the weights as
+          // 14-bit numbers with VNNI; with AMX as sums of two bf16 numbers, and the weights as one;
+          // as floats without either
   kBf16,  // of many tokens: as bf16, in attention, too; needs an instruction set that multiplies it
   kF32,   // always as floats: slower, and exact but for rounding
 };

@@ -40,17 +40,24 @@ KvCacheOptions CacheOptions(const LlamaShape& shape, const Communicator& comm,
 }
 
 // Of queries and keys. With one, what ranks compute would differ by more than they may by default.
-int Bf16Terms(const Context& context, Activations activations) {
+// What a CPU makes of it is its own affair: hosts may differ.
+int Bf16Terms(Activations activations) {
   switch (activations) {
     case Activations::kF32:
       return 0;
     case Activations::kBf16:
       return 1;
     case Activations::kI16:
-      // Where whole numbers are multiplied faster than bf16 is, two terms take as long as f32.
-      return cpu::MultipliesInI16(context) ? 0 : 2;
+      return 2;
   }
   return 0;
+}
+
+AttentionSpec SpecOf(const LlamaShape& shape, const LlamaOptions& options) {
+  AttentionSpec spec = shape.Spec();
+  spec.bf16_terms = Bf16Terms(options.activations);
+  spec.int8_queries = options.int8_queries;
+  return spec;
 }
 
 }  // namespace
@@ -63,7 +70,7 @@ LlamaRank::LlamaRank(const LlamaModel& model, Communicator& comm, const Context&
       context_(context),
       options_(options),
       schedule_(options.schedule),
-      spec_(shape_.Spec()),
+      spec_(SpecOf(shape_, options)),
       q_rows_(std::int64_t{shape_.heads} * shape_.head_dim),
       k_rows_(std::int64_t{shape_.kv_heads} * shape_.head_dim),
       qkv_rows_(q_rows_ + k_rows_ + std::int64_t{shape_.kv_heads} * shape_.v_head_dim),
@@ -76,8 +83,6 @@ LlamaRank::LlamaRank(const LlamaModel& model, Communicator& comm, const Context&
   Require(!options.reproducible || options.schedule == Schedule::kTree ||
               options.schedule == Schedule::kGather,
           "reproducible decoding needs schedule tree or gather, not ", Name(options.schedule));
-  spec_.bf16_terms = Bf16Terms(context_, options.activations);
-  spec_.int8_queries = options.int8_queries;
   for (int i = 0; i < shape_.rope_dims / 2; ++i) {
     const double factor =
         model.rope_factors().empty() ? 1.0 : double{model.rope_factors()[Index(i)]};

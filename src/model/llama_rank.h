@@ -125,7 +125,7 @@ class LlamaRank {
   const Context context_;
   const LlamaOptions options_;
   Schedule schedule_;
-  AttentionSpec spec_;
+  const AttentionSpec spec_;
   const std::int64_t q_rows_;  // of the matrix of queries
   const std::int64_t k_rows_;
   const std::int64_t qkv_rows_;

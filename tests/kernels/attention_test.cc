@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <utility>
 
 #include "cli/check.h"
 #include "isa_name.h"
@@ -47,8 +48,8 @@ class AttentionTest : public testing::TestWithParam<Isa> {
     }
   }
 
-  // With a number that is not finite in a key, or in a value, at slot `bad_slot`.
   void ExpectBoundedMemory(const ProblemShape& shape) const;
+  // With `bad` in a key, or in a value, at slot `bad_slot`.
   void ExpectReach(DType dtype, int bf16_terms, std::int64_t queries, std::int64_t keys,
                    std::int64_t bad_slot, float bad, bool in_key) const;
 };
@@ -239,7 +240,7 @@ void WriteElement(DType dtype, std::byte* row, int i, float x) {
     reinterpret_cast<float*>(row)[i] = x;
   } else {
     reinterpret_cast<std::uint16_t*>(row)[i] =
-        static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(x) >> 16);
+        dtype == DType::kF16 ? F16FromF32(x) : BF16FromF32(x);
   }
 }
 
@@ -262,6 +263,9 @@ void AttentionTest::ExpectReach(DType dtype, int bf16_terms, std::int64_t querie
   WriteElement(dtype, const_cast<std::byte*>(row), 5, bad);
   Attend(spec, problem.tasks(), context());
   const reference::Result expected = reference::Attend(spec, task);
+  const Kernel kernel = cli::KernelOf(spec, task);
+  const double bound =
+      cli::Bound(kernel, cli::ArithmeticOf(kernel, GetParam(), spec, dtype, dtype));
   const std::vector<BackwardTask>& backward = problem.MakeBackward();
   AttendBackward(spec, backward, context());
   for (std::int64_t t = 0; t < queries; ++t) {
@@ -270,10 +274,11 @@ void AttentionTest::ExpectReach(DType dtype, int bf16_terms, std::int64_t querie
     for (int h = 0; h < spec.heads; ++h) {
       const auto r = static_cast<std::size_t>(t * spec.heads + h);
       const auto out = task.result.out.subspan(r * 16, 16);
-      const bool finite =
-          std::all_of(out.begin(), out.end(), [](float x) { return std::isfinite(x); });
       if (!sees) {
-        EXPECT_TRUE(finite) << "row " << t << " does not see the key";
+        for (std::size_t d = 0; d < 16; ++d) {
+          ASSERT_NEAR(out[d], expected.out[r * 16 + d], 4 * bound)
+              << "row " << t << " does not see the key";
+        }
         EXPECT_LT(task.result.lse[r], kInf);  // no NaN; -inf where it sees no key at all
         const float* dq = backward[0].dq.Row(t, h);
         EXPECT_TRUE(std::all_of(dq, dq + 16, [](float x) { return std::isfinite(x); }));
@@ -291,7 +296,7 @@ void AttentionTest::ExpectReach(DType dtype, int bf16_terms, std::int64_t querie
 TEST_P(AttentionTest, NonFiniteValuesReachOnlyRowsThatSeeThem) {
   constexpr std::int64_t kKeys = 150;
   constexpr std::int64_t kBad = 101;
-  for (DType dtype : {DType::kF32, DType::kBF16}) {
+  for (DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
     for (std::int64_t queries : {3, 60, 150}) {
       for (float bad : {kNaN, kInf, -kInf}) {
         for (bool in_key : {false, true}) {
@@ -304,25 +309,113 @@ TEST_P(AttentionTest, NonFiniteValuesReachOnlyRowsThatSeeThem) {
   }
 }
 
-// Threads change who computes what, not what is computed: gradients come out bit for bit.
-TEST_P(AttentionTest, GradientsDoNotDependOnThreads) {
-  const ProblemShape in_f32 = Sequence(Causal(4, 1, 32), 300, 400);
-  for (const ProblemShape& shape : {in_f32, InBf16(in_f32)}) {
-    if (shape.kv_dtype == DType::kBF16 && !ComputesInBf16(GetParam())) continue;
-    Problem problem(shape);
-    Attend(problem.spec(), problem.tasks(), context());
-    std::vector<std::vector<float>> runs;
-    for (int threads : {1, 2, 3, 8}) {
-      ThreadPool pool(threads, std::chrono::microseconds(0));
-      const BackwardTask& task = problem.MakeBackward()[0];
-      AttendBackward(problem.spec(), {&task, 1}, context(&pool));
-      std::vector<float>& all = runs.emplace_back();
-      for (const GradView* view : {&task.dq, &task.dk, &task.dv}) {
-        all.insert(all.end(), view->data, view->data + view->tokens * view->heads * view->dim);
+// A query that is not finite spoils its own rows; so does an output that is none, in gradients,
+// whatever the bits of its NaN.
+TEST_P(AttentionTest, NonFiniteRowsSpoilThemselvesAlone) {
+  constexpr std::int64_t kTokens = 100;
+  constexpr std::int64_t kBad = 70;
+  const auto finite = [](const float* row) {
+    return std::all_of(row, row + 16, [](float x) { return std::isfinite(x); });
+  };
+  for (DType dtype : {DType::kF32, DType::kBF16}) {
+    for (const int terms : {0, 1, 2}) {
+      ProblemShape shape = Sequence(Causal(2, 1, 16), kTokens, kTokens);
+      shape.spec.bf16_terms = terms;
+      shape.q_dtype = shape.kv_dtype = dtype;
+      Problem problem(shape);
+      const AttendTask& task = problem.tasks()[0];
+      Attend(shape.spec, problem.tasks(), context());
+      const std::vector<BackwardTask>& backward = problem.MakeBackward();
+      for (const std::uint32_t bits : {0xFFFFFFFFU, 0x7FFFFFFFU, 0x7FC00000U, 0x7F800000U}) {
+        SCOPED_TRACE(testing::Message() << Name(dtype) << ", " << terms << " terms, " << std::hex
+                                        << bits);
+        float& bad = task.result.out[(2 * kBad + 1) * 16 + 3];
+        const float good = std::exchange(bad, std::bit_cast<float>(bits));
+        AttendBackward(shape.spec, backward, context());
+        bad = good;
+        for (std::int64_t t = 0; t < kTokens; ++t) {
+          EXPECT_TRUE(finite(backward[0].dq.Row(t, 0))) << t;
+          EXPECT_EQ(finite(backward[0].dq.Row(t, 1)), t != kBad) << t;
+          // Keys that the row sees.
+          EXPECT_EQ(finite(backward[0].dk.Row(t, 0)), t > kBad) << t;
+        }
+      }
+      WriteElement(dtype, const_cast<std::byte*>(task.q.Row(kBad, 1)), 3, kNaN);
+      Attend(shape.spec, problem.tasks(), context());
+      for (std::int64_t t = 0; t < kTokens; ++t) {
+        EXPECT_TRUE(finite(&task.result.out[static_cast<std::size_t>(2 * t) * 16])) << t;
+        EXPECT_EQ(finite(&task.result.out[static_cast<std::size_t>(2 * t + 1) * 16]), t != kBad);
       }
     }
-    for (const std::vector<float>& run : runs) {
-      EXPECT_EQ(std::memcmp(run.data(), runs[0].data(), run.size() * sizeof(float)), 0);
+  }
+}
+
+// Rounded queries, and keys and values of bytes: a scale, or a query, that is not finite.
+TEST_P(AttentionTest, NonFiniteNumbersStayInTheirRowsWithInt8Queries) {
+  constexpr std::int64_t kKeys = 75;
+  constexpr std::uint16_t kNanBits = 0x7E00;  // of f16
+  AttentionSpec spec = AttentionSpec::Make(3, 1, 40);
+  spec.int8_queries = true;
+  ProblemShape shape = Sequence(spec, 1, kKeys);
+  shape.kv_dtype = DType::kQ8_0;
+  const auto finite = [&](const Problem& problem, int head, int begin, int end) {
+    const float* row = &problem.tasks()[0].result.out[static_cast<std::size_t>(head) * 40];
+    return std::all_of(row + begin, row + end, [](float x) { return std::isfinite(x); });
+  };
+  {
+    Problem problem(shape);
+    const AttendTask& task = problem.tasks()[0];
+    WriteElement(shape.q_dtype, const_cast<std::byte*>(task.q.Row(0, 1)), 35, kNaN);
+    Attend(spec, problem.tasks(), context());
+    EXPECT_TRUE(finite(problem, 0, 0, 40));
+    EXPECT_FALSE(finite(problem, 1, 0, 1));
+    EXPECT_TRUE(finite(problem, 2, 0, 40));
+  }
+  for (const std::int64_t slot : {std::int64_t{0}, kKeys - 1}) {
+    Problem problem(shape);
+    auto* blocks = reinterpret_cast<Q8Block*>(
+        const_cast<std::byte*>(problem.tasks()[0].kv.ValueRow(slot, 0)));
+    blocks[1].scale = kNanBits;
+    Attend(spec, problem.tasks(), context());
+    for (int head = 0; head < 3; ++head) {
+      EXPECT_TRUE(finite(problem, head, 0, 32));
+      EXPECT_FALSE(finite(problem, head, 32, 33));
+    }
+    blocks = reinterpret_cast<Q8Block*>(
+        const_cast<std::byte*>(problem.tasks()[0].kv.KeyRow(slot, 0)));
+    blocks[0].scale = kNanBits;
+    Attend(spec, problem.tasks(), context());
+    for (int head = 0; head < 3; ++head) EXPECT_FALSE(finite(problem, head, 0, 1));
+  }
+}
+
+// Threads change who computes what, not what is computed: gradients come out bit for bit.
+TEST_P(AttentionTest, GradientsDoNotDependOnThreads) {
+  // One key head, whose blocks follow each other; heads that take turns; more heads than threads.
+  for (const ProblemShape& in_f32 :
+       {Sequence(Causal(4, 1, 32), 300, 400), Sequence(Causal(6, 3, 32), 300, 900),
+        Sequence(Causal(16, 16, 8), 200, 400)}) {
+    for (ProblemShape shape : {in_f32, InBf16(in_f32)}) {
+      if (shape.kv_dtype == DType::kBF16 && !ComputesInBf16(GetParam())) continue;
+      shape.sequences.push_back(
+          {Positions::Contiguous(10, 100), Positions::Contiguous(0, 110)});  // a task of its own
+      Problem problem(shape);
+      Attend(problem.spec(), problem.tasks(), context());
+      std::vector<std::vector<float>> runs;
+      for (int threads : {1, 2, 3, 8}) {
+        ThreadPool pool(threads, std::chrono::microseconds(0));
+        const std::vector<BackwardTask>& tasks = problem.MakeBackward();
+        AttendBackward(problem.spec(), tasks, context(&pool));
+        std::vector<float>& all = runs.emplace_back();
+        for (const BackwardTask& task : tasks) {
+          for (const GradView* view : {&task.dq, &task.dk, &task.dv}) {
+            all.insert(all.end(), view->data, view->data + view->tokens * view->heads * view->dim);
+          }
+        }
+      }
+      for (const std::vector<float>& run : runs) {
+        EXPECT_EQ(std::memcmp(run.data(), runs[0].data(), run.size() * sizeof(float)), 0);
+      }
     }
   }
 }

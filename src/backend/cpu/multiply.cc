@@ -197,8 +197,8 @@ void MultiplyInI16(const Context& context, std::span<const WideProduct> products
   if (products.empty() || tokens == 0) return;
   constexpr std::int64_t kRows = kI16PanelRows;
   constexpr std::int64_t kPanels = 3;  // of an item: a block of tokens is read once for all of them
-  constexpr std::int64_t kDepth = 256;  // columns of a tile: that of a panel fills half of L1
-  constexpr std::int64_t kUnits = kDepth / kI16Unit;
+  constexpr std::int64_t kTileDepth = 256;  // that of a panel fills half of L1
+  constexpr std::int64_t kUnits = kTileDepth / kI16Unit;
   const I16Kernels& kernels = *TableFor(context).i16;
   const std::int64_t columns = products[0].rows.columns;
   const std::int64_t units = (columns + kI16Unit - 1) / kI16Unit;
@@ -223,9 +223,9 @@ void MultiplyInI16(const Context& context, std::span<const WideProduct> products
   });
 
   struct Workspace {
-    alignas(64) float wide[kRows * kDepth];
-    alignas(64) std::uint16_t scratch[kRows * kDepth];
-    alignas(64) std::uint16_t panels[kPanels * kRows * kDepth];
+    alignas(64) float wide[kRows * kTileDepth];
+    alignas(64) std::uint16_t scratch[kRows * kTileDepth];
+    alignas(64) std::uint16_t panels[kPanels * kRows * kTileDepth];
     alignas(64) float scales[kPanels * kRows * kUnits];
   };
   const TrackedBuffer buffer(sizeof(Workspace) * static_cast<std::size_t>(Threads(context)),
@@ -234,18 +234,18 @@ void MultiplyInI16(const Context& context, std::span<const WideProduct> products
   ForEach(context, static_cast<std::int64_t>(items.size()), [&](std::int64_t index, int thread) {
     const auto& [product, first, last] = items[static_cast<std::size_t>(index)];
     Workspace& w = reinterpret_cast<Workspace*>(buffer.data())[thread];
-    for (std::int64_t begin = 0; begin < columns; begin += kDepth) {
-      const std::int64_t end = std::min(columns, begin + kDepth);
+    for (std::int64_t begin = 0; begin < columns; begin += kTileDepth) {
+      const std::int64_t end = std::min(columns, begin + kTileDepth);
       const int depth = static_cast<int>(end - begin);
       for (std::int64_t row = first; row < last; row += kRows) {
         const std::int64_t count = std::min(kRows, last - row);
-        Widen(product->rows, row, count, begin, end, w.wide, kDepth);
+        Widen(product->rows, row, count, begin, end, w.wide, kTileDepth);
         kernels.pack_panel({.source = w.wide,
-                            .stride = kDepth,
+                            .stride = kTileDepth,
                             .rows = static_cast<int>(count),
                             .depth = depth,
                             .scratch = w.scratch,
-                            .tiles = w.panels + (row - first) * kDepth,
+                            .tiles = w.panels + (row - first) * kTileDepth,
                             .scales = w.scales + (row - first) * kUnits});
       }
       for (std::int64_t block = 0; block < blocks; ++block) {
@@ -255,7 +255,7 @@ void MultiplyInI16(const Context& context, std::span<const WideProduct> products
           kernels.multiply_panel(
               {.tokens_in_i16 = numbers + block * block_numbers + unit * kI16Unit,
                .token_scales = scales + block * block_scales + unit,
-               .tiles = w.panels + (row - first) * kDepth,
+               .tiles = w.panels + (row - first) * kTileDepth,
                .scales = w.scales + (row - first) * kUnits,
                .tokens = static_cast<int>(std::min<std::int64_t>(kI16Tokens, tokens - token)),
                .rows = static_cast<int>(std::min(kRows, last - row)),

@@ -76,11 +76,11 @@ struct BackwardRows {
     const bool empty = natural == -std::numeric_limits<float>::infinity();
     Clear(i);
     // One NaN is as good as another, and kernels want one without a payload.
-    if (!empty) {
-      lse[i] = std::isnan(natural) ? std::numeric_limits<float>::quiet_NaN()
-                                   : natural * std::numbers::log2e_v<float>;
-    }
-    delta[i] = d_out_out;
+    const auto plain = [](float x) {
+      return std::isnan(x) ? std::numeric_limits<float>::quiet_NaN() : x;
+    };
+    if (!empty) lse[i] = plain(natural * std::numbers::log2e_v<float>);
+    delta[i] = plain(d_out_out);
     if (!spec.alibi_slopes.empty()) {
       slope[i] = spec.alibi_slopes[static_cast<std::size_t>(head)] * std::numbers::log2e_v<float>;
     }

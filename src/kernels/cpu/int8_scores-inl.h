@@ -191,9 +191,14 @@ class Int8SlabScores {
 
   // The first of rows that are stride_ apart.
   HWY_INLINE const std::byte* Rows(const BlockRows& k) {
-    stride_ = k.rows[1] - k.rows[0];
+    // Distances between numbers, since rows may be in pages that have nothing to do with each other.
+    const auto distance = [&](int j) HWY_ATTR {
+      return static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(k.rows[j]) -
+                                       reinterpret_cast<std::uintptr_t>(k.rows[j - 1]));
+    };
+    stride_ = distance(1);
     bool even = true;
-    for (int j = 2; j < kBlock; ++j) even = even && k.rows[j] - k.rows[j - 1] == stride_;
+    for (int j = 2; j < kBlock; ++j) even = even && distance(j) == stride_;
     if (even) return k.rows[0] + k.offset;
     stride_ = (row_bytes_ + 63) / 64 * 64;
     for (int j = 0; j < kBlock; ++j) {

@@ -15,6 +15,7 @@ KernelTable MakeTable(Isa isa) {
           .multiplier = nullptr,
           .round_tokens = nullptr,
           .pack_tiles = nullptr,
+          .bf16_terms = 0,
           .forward_block = BlockOfForward,
           .forward = Forward,
           .decode_workspace = DecodeWorkspace,

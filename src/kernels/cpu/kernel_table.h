@@ -245,6 +245,7 @@ struct KernelTable {
   const bf16::Multiplier* multiplier;  // null if everything is computed in f32; then these, too:
   void (*round_tokens)(const RoundTokensArgs& args) noexcept;
   void (*pack_tiles)(const PackTilesArgs& args) noexcept;
+  int bf16_terms;  // the most that AttentionSpec may ask for: with more, f32 is as fast
   ForwardBlock (*forward_block)(const AttentionSpec& spec, const AttendTask& task) noexcept;
   void (*forward)(const ForwardArgs& args) noexcept;
   std::size_t (*decode_workspace)(const AttentionSpec& spec, const DecodeShape& shape) noexcept;
@@ -271,11 +272,10 @@ struct KernelTable {
   double (*fma_probe)(const ProbeArgs& args) noexcept;
 };
 
-// Those that tests run on: AttainableIsas(), and kPlainBf16 where it alone can test kernels in
-// bf16.
+// Those that tests run on: AttainableIsas(), and kPlainBf16 where there is AVX-512.
 std::vector<Isa> TestedIsas();
 
-// The table of an attainable instruction set, or of kPlainBf16.
+// The table of one of TestedIsas().
 const KernelTable& TableFor(Isa isa);
 
 // The table that a context asks for.

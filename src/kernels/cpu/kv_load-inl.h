@@ -74,23 +74,22 @@ struct LoadBF16 {
 struct LoadF16 {
   static constexpr bool kEvenOdd = false;
   static constexpr bool kScaled = false;
-  using D16 = hn::Rebind<hwy::float16_t, DF>;
 
   static std::ptrdiff_t Offset(int element) { return std::ptrdiff_t{2} * element; }
-  static const hwy::float16_t* At(const std::byte* chunk, bool second) {
-    return reinterpret_cast<const hwy::float16_t*>(chunk) + (second ? kLanes : 0);
+  static const std::uint16_t* At(const std::byte* chunk, bool second) {
+    return reinterpret_cast<const std::uint16_t*>(chunk) + (second ? kLanes : 0);
   }
   static HWY_INLINE VF Half(const std::byte* chunk, bool second) {
-    return hn::PromoteTo(DF(), hn::LoadU(D16(), At(chunk, second)));
+    return LoadHalves(DF(), At(chunk, second));
   }
   static HWY_INLINE VF HalfTail(const std::byte* chunk, bool second, int count) {
     const DF d;
     const int left = std::min(count - (second ? kLanes : 0), kLanes);
     if (left <= 0) return hn::Zero(d);
     // Tails are rare and short: go through memory.
-    HWY_ALIGN hwy::float16_t copy[kLanes] = {};
-    std::memcpy(copy, At(chunk, second), static_cast<std::size_t>(left) * sizeof(hwy::float16_t));
-    return hn::PromoteTo(d, hn::Load(D16(), copy));
+    HWY_ALIGN std::uint16_t copy[kLanes] = {};
+    std::memcpy(copy, At(chunk, second), static_cast<std::size_t>(left) * sizeof(std::uint16_t));
+    return LoadHalves(d, copy);
   }
 };
 

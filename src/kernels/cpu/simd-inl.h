@@ -89,6 +89,27 @@ struct ScoreMap {
   bool has_alibi;
 };
 
+// 16-bit floats as f32; they are loaded from memory, which is not aligned.
+template <class D>
+HWY_INLINE hn::Vec<D> LoadHalves(D d, const void* halves) {
+#if HWY_TARGET == HWY_AVX3 || HWY_TARGET == HWY_AVX2 || HWY_TARGET == HWY_NEON
+  const hn::Rebind<hwy::float16_t, D> d16;
+  return hn::PromoteTo(d, hn::LoadU(d16, static_cast<const hwy::float16_t*>(halves)));
+#else
+  // Without an instruction for it, Highway's way makes numbers of infinities and NaN.
+  const hn::RebindToUnsigned<D> du;
+  const hn::Rebind<std::uint16_t, D> d16;
+  const auto bits = hn::PromoteTo(du, hn::LoadU(d16, static_cast<const std::uint16_t*>(halves)));
+  const auto sign = hn::ShiftLeft<16>(hn::And(bits, hn::Set(du, 0x8000U)));
+  const auto rest = hn::ShiftLeft<13>(hn::And(bits, hn::Set(du, 0x7FFFU)));
+  // A finite number's exponent is 112 too low now.
+  const auto number = hn::BitCast(du, hn::Mul(hn::BitCast(d, rest), hn::Set(d, 0x1p112f)));
+  const auto none = hn::Or(rest, hn::Set(du, 0x7F800000U));
+  const auto finite = hn::Lt(rest, hn::Set(du, 0x7C00U << 13));
+  return hn::BitCast(d, hn::Or(sign, hn::IfThenElse(finite, number, none)));
+#endif
+}
+
 // dst[0, dim) = row as f32. `dim` is a multiple of 8.
 template <class D>
 HWY_INLINE void WidenRow(D d, DType dtype, const std::byte* row, int begin, int end, float* dst) {
@@ -110,11 +131,8 @@ HWY_INLINE void WidenRow(D d, DType dtype, const std::byte* row, int begin, int 
       return;
     }
     case DType::kF16: {
-      const hn::Rebind<hwy::float16_t, D> d16;
-      const auto* source = reinterpret_cast<const hwy::float16_t*>(row);
-      for (int i = begin; i < end; i += lanes) {
-        hn::StoreU(hn::PromoteTo(d, hn::LoadU(d16, source + i)), d, dst + i);
-      }
+      const auto* source = reinterpret_cast<const std::uint16_t*>(row);
+      for (int i = begin; i < end; i += lanes) hn::StoreU(LoadHalves(d, source + i), d, dst + i);
       return;
     }
     case DType::kQ8_0: {

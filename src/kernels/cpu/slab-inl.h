@@ -92,7 +92,6 @@ struct UnitScales {
   // Of the first `keys` keys; scales of the others are 0.
   void Load(const BlockRows& block, int keys, int dim) {
     const DF d;
-    const hn::Rebind<hwy::float16_t, DF> dh;
     const int units = (dim + LoadQ8::kUnit - 1) / LoadQ8::kUnit;
     HWY_ALIGN std::uint16_t bits[kUnits * kBlock];
     if (keys < kBlock) std::memset(bits, 0, sizeof(bits));
@@ -107,8 +106,7 @@ struct UnitScales {
       for (; u < units; ++u) bits[u * kBlock + key] = LoadQ8::ScaleBits(row, u);
     }
     for (int i = 0; i < units * kBlock; i += kLanes) {
-      const auto* halves = reinterpret_cast<const hwy::float16_t*>(bits + i);
-      hn::Store(hn::PromoteTo(d, hn::Load(dh, halves)), d, of + i);
+      hn::Store(LoadHalves(d, bits + i), d, of + i);
     }
   }
 
@@ -251,12 +249,13 @@ class SlabKernel {
       for (int element = 0; element < v_head_dim_; element += kChunk) {
         const int left = v_head_dim_ - element;
         const std::byte* chunk = v.rows[key] + v.offset + Loader::Offset(element);
+        // As ScaleWeights() does it: bits do not depend on what other rows see.
+        const VF scaled = Scaled(ScalesOf(v_scales_, element)[key], weight);
         for (int half = 0; half < 2; ++half) {
-          const VF x = Scaled(ScalesOf(v_scales_, element)[key],
-                              left >= kChunk ? Loader::Half(chunk, half == 1)
-                                             : Loader::HalfTail(chunk, half == 1, left));
+          const VF x = left >= kChunk ? Loader::Half(chunk, half == 1)
+                                      : Loader::HalfTail(chunk, half == 1, left);
           float* p = out + element + half * kLanes;
-          hn::Store(hn::MulAdd(weight, x, hn::Load(d, p)), d, p);
+          hn::Store(hn::MulAdd(scaled, x, hn::Load(d, p)), d, p);
         }
       }
     }
@@ -273,7 +272,7 @@ class SlabKernel {
     return scores_;  // not read
   }
 
-  // What a loader gave, as it is in a row.
+  // What a loader gave, as it is in a row; or a weight, for what it gave.
   static HWY_INLINE VF Scaled([[maybe_unused]] const float& scale, VF x) {
     if constexpr (Loader::kScaled) return hn::Mul(hn::Set(DF(), scale), x);
     return x;

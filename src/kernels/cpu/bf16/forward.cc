@@ -126,14 +126,12 @@ class Block {
   void LoadQueries() {
     w_.rows.Load(spec_, task_, args_.kv_head, args_.row_begin, args_.rows, strips_ * kSide);
     std::memset(w_.query, 0, sizeof(Bits) * strips_ * kSide * w_.qk_row);
-    for (int s = 0; s < strips_; ++s) queries_finite_[s] = true;
     for (int i = 0; i < args_.rows; ++i) {
       const std::byte* row = task_.q.Row(w_.rows.token[i], w_.rows.head[i]);
       Bits* target = w_.query + i * w_.qk_row;
       if (terms_ == 2) {
         WidenRow(task_.q.dtype, row, spec_.head_dim, w_.row);
         SplitRow(w_.row, spec_.head_dim, target + w_.qk_dim, target);
-        if (!AllFiniteBits(target + w_.qk_dim, spec_.head_dim)) queries_finite_[i / kSide] = false;
       } else {
         const Bits* bits = InBf16(task_.q.dtype, row, spec_.head_dim, target);
         std::memmove(target, bits, sizeof(Bits) * spec_.head_dim);
@@ -156,7 +154,7 @@ class Block {
 
   void LoadTile(std::int64_t slot, int keys) {
     const int groups = (keys + kSide - 1) / kSide;
-    keys_finite_ = values_finite_ = true;
+    values_finite_ = true;
     for (int g = 0; g < groups; ++g) {
       const Bits* k[AttentionSpec::kMaxBf16Terms][kSide];
       const Bits* v[kSide];
@@ -196,7 +194,6 @@ class Block {
     SplitRow(w_.row, spec_.head_dim, rounded, rounded + kSide * w_.qk_dim);
     high = rounded;
     low = rounded + kSide * w_.qk_dim;
-    keys_finite_ = keys_finite_ && AllFiniteBits(high, spec_.head_dim);
   }
 
   // One strip's way through a tile of keys.
@@ -257,12 +254,10 @@ class Block {
                           .c_row = kKeyTile,
                           .add = false};
     if (terms_ == 2) {
-      // Low queries with high keys and high ones with low keys: small terms first. Where something
-      // is not finite, its low term is none of use, and 0 * inf must not reach sums.
-      if (keys_finite_ && queries_finite_[step.strip]) {
-        multiplier_.multiply(product);
-        product.add = true;
-      }
+      // Low queries with high keys and high ones with low keys: small terms first. An infinity of a
+      // key or query makes all its scores NaN here, since it meets terms of either sign.
+      multiplier_.multiply(product);
+      product.add = true;
       product.a = query + w_.qk_dim;
       product.steps = w_.qk_dim / kDepth;
     }
@@ -426,9 +421,7 @@ class Block {
   std::int64_t fetched_ = 0;  // rows before this one are, or are on their way
   std::int64_t fetch_end_ = 0;
   Reach reach_[kMaxStrips];
-  bool keys_finite_ = true;  // those of the tile; looked at only if there are two terms
-  bool values_finite_ = true;
-  bool queries_finite_[kMaxStrips];  // by strip, likewise
+  bool values_finite_ = true;  // those of the tile
 };
 
 }  // namespace

@@ -21,12 +21,15 @@ bool IsBf16(const Task& task) {
   return task.q.dtype == DType::kBF16 && task.kv.dtype == DType::kBF16;
 }
 
-bool IsForwardInBf16(const AttentionSpec& spec, const AttendTask& task) {
-  return spec.bf16_terms > 0 || IsBf16(task);
+// `most_terms` is what the table says.
+bool IsForwardInBf16(const AttentionSpec& spec, const AttendTask& task, int most_terms) {
+  return IsBf16(task) || (spec.bf16_terms > 0 && spec.bf16_terms <= most_terms);
 }
 
+template <int kMostTerms>
 ForwardBlock ChooseForwardBlock(const AttentionSpec& spec, const AttendTask& task) noexcept {
-  return IsForwardInBf16(spec, task) ? BlockOfBf16Forward(spec, task) : BlockOfForward(spec, task);
+  return IsForwardInBf16(spec, task, kMostTerms) ? BlockOfBf16Forward(spec, task)
+                                                 : BlockOfForward(spec, task);
 }
 
 BackwardBlock ChooseBackwardBlock(const AttentionSpec& spec, const BackwardTask& task) noexcept {
@@ -34,9 +37,9 @@ BackwardBlock ChooseBackwardBlock(const AttentionSpec& spec, const BackwardTask&
 }
 
 // `kMultiplier` says how to multiply; it never returns null where the table is used.
-template <const bf16::Multiplier* (*kMultiplier)()>
+template <const bf16::Multiplier* (*kMultiplier)(), int kMostTerms>
 void ForwardWith(const ForwardArgs& args) noexcept {
-  if (IsForwardInBf16(*args.spec, *args.task)) {
+  if (IsForwardInBf16(*args.spec, *args.task, kMostTerms)) {
     Bf16Forward(args, *kMultiplier());
   } else {
     Forward(args);
@@ -69,15 +72,15 @@ KernelTable WithBytes(KernelTable table) {
   return table;
 }
 
-template <const bf16::Multiplier* (*kMultiplier)()>
+template <const bf16::Multiplier* (*kMultiplier)(), int kMostTerms>
 KernelTable With(KernelTable table, Isa isa) {
   table.isa = isa;
-  if (isa != Isa::kAvx512Bf16) table.i16 = nullptr;
   table.multiplier = kMultiplier();
+  table.bf16_terms = kMostTerms;
   table.round_tokens = RoundTokens;
   table.pack_tiles = PackTiles;
-  table.forward_block = ChooseForwardBlock;
-  table.forward = ForwardWith<kMultiplier>;
+  table.forward_block = ChooseForwardBlock<kMostTerms>;
+  table.forward = ForwardWith<kMultiplier, kMostTerms>;
   table.backward_block = ChooseBackwardBlock;
   table.backward = BackwardWith<kMultiplier>;
   return table;
@@ -90,8 +93,14 @@ void AddBf16Tables(std::vector<KernelTable>& tables) {
   const auto before_avx512 = [&](const KernelTable& table) {
     tables.insert(tables.end() - 1, table);
   };
+  // What machines without VNNI have, beside what is made for tests.
+  KernelTable plain = WithBytes<PlainBytes>(With<Plain, 2>(avx512, Isa::kPlainBf16));
+  plain.i16 = nullptr;
+  plain.dot_rows = DotRows;
+  before_avx512(plain);
   if (bf16::DotMultiplier() != nullptr) {
-    const KernelTable table = With<bf16::DotMultiplier>(avx512, Isa::kAvx512Bf16);
+    // With two terms products in bf16 take as long as those in f32.
+    const KernelTable table = With<bf16::DotMultiplier, 1>(avx512, Isa::kAvx512Bf16);
     // Other makers' dot products in bf16 are no faster than products in f32, and less exact.
     if (__builtin_cpu_is("amd") != 0) {
       tables.push_back(table);
@@ -100,9 +109,9 @@ void AddBf16Tables(std::vector<KernelTable>& tables) {
     }
   }
   if (bf16::AmxMultiplier() != nullptr) {
-    tables.push_back(WithBytes<int8::AmxMultiplier>(With<bf16::AmxMultiplier>(avx512, Isa::kAmx)));
-  } else if (bf16::DotMultiplier() == nullptr) {
-    before_avx512(WithBytes<PlainBytes>(With<Plain>(avx512, Isa::kPlainBf16)));
+    KernelTable amx = WithBytes<int8::AmxMultiplier>(With<bf16::AmxMultiplier, 2>(avx512, Isa::kAmx));
+    amx.i16 = nullptr;
+    tables.push_back(amx);
   }
 }
 

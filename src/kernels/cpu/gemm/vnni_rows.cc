@@ -50,8 +50,10 @@ struct Sums {
 
 // Rows are one stream through memory, and hardware that fetches ahead stops at every page.
 HWY_INLINE void FetchAhead(const void* weights, std::size_t bytes) {
-  constexpr int kDistance = 4096;
-  PrefetchRow(static_cast<const std::byte*>(weights) + kDistance, static_cast<int>(bytes));
+  constexpr std::uintptr_t kDistance = 4096;
+  // A number, since what it points to may be beyond the file.
+  const auto ahead = reinterpret_cast<std::uintptr_t>(weights) + kDistance;
+  PrefetchRow(reinterpret_cast<const std::byte*>(ahead), static_cast<int>(bytes));
 }
 
 HWY_INLINE __m512i WidenBytes(const std::uint8_t* bytes) {
