@@ -54,37 +54,6 @@ struct BlockRows {
   int fetch_bytes = 0;  // of a row
 };
 
-// Sums of the lanes of four vectors.
-#if HWY_TARGET == HWY_SCALAR
-HWY_INLINE void StoreSums(VF a, VF b, VF c, VF e, float* sums) {
-  sums[0] = hn::GetLane(a);
-  sums[1] = hn::GetLane(b);
-  sums[2] = hn::GetLane(c);
-  sums[3] = hn::GetLane(e);
-}
-#else
-template <class D, class V>
-HWY_INLINE hn::Vec<hn::Full128<float>> FoldTo128(D /*d*/, V v) {
-  if constexpr (hn::MaxLanes(D()) == 4) {
-    return v;
-  } else {
-    const hn::Half<D> half;
-    return FoldTo128(half, hn::Add(hn::LowerHalf(half, v), hn::UpperHalf(half, v)));
-  }
-}
-
-HWY_INLINE void StoreSums(VF a, VF b, VF c, VF e, float* sums) {
-  const DF d;
-  const hn::Repartition<double, DF> dd;
-  const VF ab = hn::Add(hn::InterleaveLower(d, a, b), hn::InterleaveUpper(d, a, b));
-  const VF ce = hn::Add(hn::InterleaveLower(d, c, e), hn::InterleaveUpper(d, c, e));
-  const auto low = hn::InterleaveLower(dd, hn::BitCast(dd, ab), hn::BitCast(dd, ce));
-  const auto high = hn::InterleaveUpper(dd, hn::BitCast(dd, ab), hn::BitCast(dd, ce));
-  const VF folded = hn::Add(hn::BitCast(d, low), hn::BitCast(d, high));
-  hn::StoreU(FoldTo128(d, folded), hn::Full128<float>(), sums);
-}
-#endif
-
 // Scales of a block's keys or values, of loaders that leave them to be multiplied with.
 struct UnitScales {
   static constexpr int kUnits = (AttentionSpec::kMaxHeadDim + LoadQ8::kUnit - 1) / LoadQ8::kUnit;

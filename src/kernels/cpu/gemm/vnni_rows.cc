@@ -37,14 +37,15 @@ struct Sums {
 #pragma GCC unroll 4
     for (__m512& sum : of) sum = _mm512_setzero_ps();
   }
-  // Products of a unit of weights, all of one scale; or of a scale for each lane.
+  // Products of a unit of weights, all of one scale; or of a scale for each lane. `chain` is a
+  // constant, so that sums stay in registers.
   HWY_INLINE void Add(int chain, __m512i weights, const std::int16_t* x, __m512 scale) {
     const __m512 products = _mm512_cvtepi32_ps(PairProducts(weights, x));
     of[chain] = _mm512_fmadd_ps(products, scale, of[chain]);
   }
-  HWY_INLINE float Total(__m512 rest) const {
+  HWY_INLINE __m512 Total(__m512 rest) const {
     const __m512 all = _mm512_add_ps(_mm512_add_ps(of[0], of[1]), _mm512_add_ps(of[2], of[3]));
-    return _mm512_reduce_add_ps(_mm512_add_ps(all, rest));
+    return _mm512_add_ps(all, rest);
   }
 };
 
@@ -103,45 +104,118 @@ struct Q80 {
   }
 };
 
+// Takes the first four bytes out of each of 16 blocks, by a few loads and permutations: gathering
+// them takes as long as multiplying four blocks.
+template <class Block>
+class HeadPicker {
+ public:
+  static constexpr int kBlocks = 16;
+
+  HeadPicker() : places_(_mm512_load_si512(&kPlaces)) {}
+
+  // Of `count` blocks, which is a constant where speed matters; the others' are zeros.
+  HWY_INLINE __m512i Pick(const Block* blocks, int count) const {
+    const auto* words = reinterpret_cast<const std::byte*>(blocks);
+    const int there = count * kWords;
+    __m512i heads = _mm512_setzero_si512();
+#pragma GCC unroll 5
+    for (int pair = 0; pair < kPairs; ++pair) {
+      const int begin = pair * kPairWords;
+      if (begin >= there) break;
+      const __m512i low = Load(words, begin, there);
+      const __m512i high = Load(words, begin + kPairWords / 2, there);
+      heads =
+          _mm512_or_si512(heads, _mm512_maskz_permutex2var_epi16(MaskOf(pair), low, places_, high));
+    }
+    return heads;
+  }
+
+ private:
+  static constexpr int kWords = sizeof(Block) / 2;
+  static constexpr int kPairWords = 64;  // of two vectors
+  // The last word that is wanted, of the last block, decides how many are needed.
+  static constexpr int kPairs = (kWords * (kBlocks - 1) + 2 + kPairWords - 1) / kPairWords;
+
+  // Of word i of all heads, among those of the blocks.
+  static constexpr int Place(int i) { return i / 2 * kWords + i % 2; }
+  struct alignas(64) Places {
+    std::uint16_t of[kPairWords / 2];
+  };
+  static constexpr Places FindPlaces() {
+    Places places{};
+    for (int i = 0; i < kPairWords / 2; ++i) {
+      places.of[i] = static_cast<std::uint16_t>(Place(i) % kPairWords);
+    }
+    return places;
+  }
+  static constexpr __mmask32 MaskOf(int pair) {
+    __mmask32 mask = 0;
+    for (int i = 0; i < kPairWords / 2; ++i) {
+      if (Place(i) / kPairWords == pair) mask |= __mmask32{1} << i;
+    }
+    return mask;
+  }
+  static HWY_INLINE __m512i Load(const std::byte* words, int begin, int there) {
+    constexpr int kVectorWords = kPairWords / 2;
+    const int some = std::clamp(there - begin, 0, kVectorWords);
+    if (some == kVectorWords) return _mm512_loadu_si512(words + 2 * begin);
+    if (some == 0) return _mm512_setzero_si512();
+    return _mm512_maskz_loadu_epi16((__mmask32{1} << some) - 1, words + 2 * begin);
+  }
+
+  static constexpr Places kPlaces = FindPlaces();
+  __m512i places_;
+};
+
+// Sums of products by lane, which are to be added. So are those of the functions below.
 template <class Format>
-float DotSmallBlocks(const std::byte* row, const FineRow& x, int columns) {
+HWY_INLINE __m512 DotSmallBlocks(const std::byte* row, const FineRow& x, int columns) {
   using Block = typename Format::Block;
-  static_assert(Block::kElements == kFineBlock && sizeof(Block) >= sizeof(std::int32_t));
-  constexpr int kTogether = 16;  // blocks whose scales are computed at once
-  const __m512i places =
-      _mm512_mullo_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
-                         _mm512_set1_epi32(sizeof(Block)));
+  using Picker = HeadPicker<Block>;
+  static_assert(Block::kElements == kFineBlock);
+  constexpr int kTogether = Picker::kBlocks;  // blocks whose scales are computed at once
+  const Picker picker;
   const auto* blocks = reinterpret_cast<const Block*>(row);
   const int count = columns / kFineBlock;
   Sums sums;
   sums.Clear();
   __m512 constants = _mm512_setzero_ps();
-  for (int first = 0; first < count; first += kTogether) {
-    const int some = std::min(kTogether, count - first);
-    const auto mask = static_cast<__mmask16>((1U << some) - 1);
-    const __m512i heads =
-        _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), mask, places, blocks + first, 1);
-    FetchAhead(blocks + first, kTogether * sizeof(Block));
+  alignas(64) float scales[kTogether];
+  const auto find_scales = [&](int first, __m512i heads, __m512 x_scales, __m512 x_sums) HWY_ATTR {
     const __m512 d = WidenHalves(heads);
-    alignas(64) float scales[kTogether];
-    _mm512_store_ps(scales, _mm512_mul_ps(d, _mm512_maskz_loadu_ps(mask, x.scales + first)));
-    constants =
-        Format::AddConstants(heads, d, _mm512_maskz_loadu_ps(mask, x.sums + first), constants);
-    const auto add = [&](int i) HWY_ATTR {
-      sums.Add(i % Sums::kChains, Format::Weights(blocks[first + i]),
-               x.values + (first + i) * kFineBlock, _mm512_set1_ps(scales[i]));
-    };
-    if (some == kTogether) {
+    _mm512_store_ps(scales, _mm512_mul_ps(d, x_scales));
+    // Read from memory, one by one: otherwise gcc permutes vectors, which have enough to do.
+    asm volatile("" : "+m"(scales));
+    constants = Format::AddConstants(heads, d, x_sums, constants);
+    FetchAhead(blocks + first, kTogether * sizeof(Block));
+  };
+  const auto add = [&](int chain, int first, int i) HWY_ATTR {
+    sums.Add(chain, Format::Weights(blocks[first + i]), x.values + (first + i) * kFineBlock,
+             _mm512_set1_ps(scales[i]));
+  };
+  int first = 0;
+  for (; first + kTogether <= count; first += kTogether) {
+    find_scales(first, picker.Pick(blocks + first, kTogether), _mm512_loadu_ps(x.scales + first),
+                _mm512_loadu_ps(x.sums + first));
 #pragma GCC unroll 16
-      for (int i = 0; i < kTogether; ++i) add(i);
-    } else {
-      for (int i = 0; i < some; ++i) add(i);
+    for (int i = 0; i < kTogether; ++i) add(i % Sums::kChains, first, i);
+  }
+  if (const int some = count - first; some > 0) {
+    const auto mask = static_cast<__mmask16>((1U << some) - 1);
+    find_scales(first, picker.Pick(blocks + first, some),
+                _mm512_maskz_loadu_ps(mask, x.scales + first),
+                _mm512_maskz_loadu_ps(mask, x.sums + first));
+    int i = 0;
+    for (; i + 2 <= some; i += 2) {
+      add(0, first, i);
+      add(1, first, i + 1);
     }
+    if (i < some) add(2, first, i);
   }
   return sums.Total(constants);
 }
 
-float DotQ4K(const std::byte* row, const FineRow& x, int columns) {
+__m512 DotQ4K(const std::byte* row, const FineRow& x, int columns) {
   constexpr int kUnits = Q4KBlock::kUnits;
   const auto* blocks = reinterpret_cast<const Q4KBlock*>(row);
   const __m512i nibble = _mm512_set1_epi16(15);
@@ -177,7 +251,7 @@ float DotQ4K(const std::byte* row, const FineRow& x, int columns) {
   return sums.Total(_mm512_insertf32x8(_mm512_setzero_ps(), constants, 0));
 }
 
-float DotQ6K(const std::byte* row, const FineRow& x, int columns) {
+__m512 DotQ6K(const std::byte* row, const FineRow& x, int columns) {
   constexpr int kUnits = Q6KBlock::kElements / kFineBlock;
   const auto* blocks = reinterpret_cast<const Q6KBlock*>(row);
   const __m512i nibble = _mm512_set1_epi16(15);
@@ -219,12 +293,24 @@ float DotQ6K(const std::byte* row, const FineRow& x, int columns) {
   return sums.Total(_mm512_setzero_ps());
 }
 
-template <float (*kDot)(const std::byte* row, const FineRow& x, int columns)>
+// Four rows at a time, whose sums are then added across lanes together. Missing ones are zeros.
+template <__m512 (*kDot)(const std::byte* row, const FineRow& x, int columns)>
 void MultiplyRows(const DotRowsArgs& args) {
-  for (int row = 0; row < args.rows; ++row) {
-    const std::byte* weights = args.weights + static_cast<std::size_t>(row) * args.row_bytes;
-    for (int t = 0; t < args.tokens; ++t) {
-      args.out[t * args.out_stride + row] = kDot(weights, args.x[t], args.columns);
+  constexpr int kRows = 4;
+  for (int t = 0; t < args.tokens; ++t) {
+    float* const out = args.out + t * args.out_stride;
+    for (int first = 0; first < args.rows; first += kRows) {
+      const std::byte* weights = args.weights + static_cast<std::size_t>(first) * args.row_bytes;
+      const int rows = std::min(kRows, args.rows - first);
+      __m512 sums[kRows];
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) {
+        sums[r] = r < rows ? kDot(weights + r * args.row_bytes, args.x[t], args.columns)
+                           : _mm512_setzero_ps();
+      }
+      alignas(16) float totals[kRows];
+      StoreSums(VF{sums[0]}, VF{sums[1]}, VF{sums[2]}, VF{sums[3]}, totals);
+      std::copy_n(totals, rows, out + first);
     }
   }
 }
