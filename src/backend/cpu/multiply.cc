@@ -38,6 +38,38 @@ std::vector<RowItem<Product>> CutRows(std::span<const Product> products, std::in
   return items;
 }
 
+// All rows of all products, in items that become shorter: `threads` of them share three quarters of
+// the rows, as many the same of the rest, and so on. Each begins a stream through memory anew, so
+// there should be few; yet threads should end together when one of them was held up.
+std::vector<RowItem<PackedProduct>> CutRowsShorter(std::span<const PackedProduct> products,
+                                                   int threads) {
+  constexpr std::int64_t kFewest = 16;
+  std::int64_t left = 0;
+  for (const PackedProduct& product : products) left += RowsOf(product);
+  std::vector<RowItem<PackedProduct>> items;
+  std::int64_t length = 0;   // of items, until `threads` of them are full
+  std::int64_t in_item = 0;  // rows that the item begun last still takes, in the next product too
+  int same = 0;              // items to come that are as long
+  for (const PackedProduct& product : products) {
+    for (std::int64_t begin = 0; begin < RowsOf(product);) {
+      if (in_item == 0) {
+        if (same == 0) {
+          length = std::max(kFewest, left * 3 / (std::int64_t{4} * threads));
+          same = threads;
+        }
+        in_item = length;
+        --same;
+      }
+      const std::int64_t rows = std::min(in_item, RowsOf(product) - begin);
+      items.push_back({&product, begin, begin + rows});
+      begin += rows;
+      in_item -= rows;
+      left -= rows;
+    }
+  }
+  return items;
+}
+
 // wide = columns [begin, end) of rows of a product, `stride` floats apart.
 void Widen(const RowSource& source, std::int64_t row, std::int64_t rows, std::int64_t begin,
            std::int64_t end, float* wide, std::int64_t stride) {
@@ -273,25 +305,23 @@ void MultiplyFew(const Context& context, std::span<const PackedProduct> products
                  std::int64_t columns, std::int64_t tokens) {
   const KernelTable& table = TableFor(context);
   const std::int64_t blocks = columns / kFineBlock;
-  const auto token_bytes = static_cast<std::size_t>(columns * std::int64_t{sizeof(std::int16_t)} +
-                                                    2 * blocks * std::int64_t{sizeof(float)});
+  // Values first: a block of them is a cache line.
+  const auto value_bytes = static_cast<std::size_t>(columns) * sizeof(std::int16_t);
+  const std::size_t token_bytes =
+      (value_bytes + static_cast<std::size_t>(2 * blocks) * sizeof(float) + 63) / 64 * 64;
   const TrackedBuffer buffer(token_bytes * static_cast<std::size_t>(tokens), Purpose::kWorkspace,
                              context.memory);
   std::vector<FineRow> fine;
   fine.reserve(static_cast<std::size_t>(tokens));
   for (std::int64_t t = 0; t < tokens; ++t) {
     std::byte* place = buffer.data() + token_bytes * static_cast<std::size_t>(t);
-    auto* scales = reinterpret_cast<float*>(place);
-    fine.push_back({.values = reinterpret_cast<std::int16_t*>(scales + 2 * blocks),
+    auto* scales = reinterpret_cast<float*>(place + value_bytes);
+    fine.push_back({.values = reinterpret_cast<std::int16_t*>(place),
                     .scales = scales,
                     .sums = scales + blocks});
     table.refine_row(x + t * columns, static_cast<int>(columns), fine.back());
   }
-  std::int64_t rows = 0;  // of all products
-  for (const PackedProduct& product : products) rows += RowsOf(product);
-  // As many items as keep all threads busy to the end, and no fewer rows than start a stream.
-  const auto items = CutRows(
-      products, std::clamp<std::int64_t>(rows / (std::int64_t{8} * Threads(context)), 16, 256));
+  const auto items = CutRowsShorter(products, Threads(context));
   ForEach(context, static_cast<std::int64_t>(items.size()), [&](std::int64_t index, int) {
     const auto& [product, first, last] = items[static_cast<std::size_t>(index)];
     const PackedRows& source = product->rows;
