@@ -112,7 +112,7 @@ typedef struct treeline_spec {
   int32_t bf16_terms;  // 0, 1 or 2; if not 0, attention of many tokens may be computed in bf16, on
                        // CPUs that multiply in it: queries and keys as sums of so many numbers
   int32_t int8_queries;  // 0 or 1; if 1, queries that meet q8_0 keys in decoding may be rounded to
-                         // 8 bits, on CPUs that multiply such numbers
+                         // 8 bits, and weights to 14, on CPUs that multiply such numbers
 } treeline_spec;
 
 // Sets every field to the usual spec of a head shape: v_head_dim = head_dim,

@@ -33,8 +33,9 @@ struct AttentionSpec {
   // whatever the inputs' types: queries and keys rounded to the sum of so many bf16 numbers (1 or
   // 2), values and weights to one. For inference: gradients want results of exact inputs.
   int bf16_terms = 0;
-  // Queries that meet q8_0 keys in decoding may be rounded to 8 bits, 32 with a scale each: faster
-  // on CPUs that multiply such numbers, less exact; see docs/numerics.md.
+  // Queries that meet q8_0 keys in decoding may be rounded to 8 bits, 32 with a scale each, and
+  // weights of q8_0 values to 14: faster on CPUs that multiply such numbers, less exact; see
+  // docs/numerics.md.
   bool int8_queries = false;
 
   // The usual spec of a head shape: scale = 1 / sqrt(head_dim), v_head_dim = head_dim.

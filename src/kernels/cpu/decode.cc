@@ -14,7 +14,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "kernels/cpu/int8_scores-inl.h"
+#include "kernels/cpu/int8_slab-inl.h"
 #include "kernels/cpu/kernels-inl.h"
 #include "kernels/cpu/kv_group.h"
 #include "kernels/cpu/slab-inl.h"
@@ -34,7 +34,7 @@ struct Workspace {
     Arena arena(base);
     rows = shape.rows;
     slabs = (rows + kSlabRows - 1) / kSlabRows;
-    qk_dim = RoundUp(spec.head_dim, 2 * kChunk);  // rounded rows, an Int8Query for each two, fit in
+    qk_dim = RoundUp(spec.head_dim, kChunk);  // rounded rows, an Int8SlabUnit for each four, fit in
     v_dim = RoundUp(spec.v_head_dim, kChunk);
     const auto head_slabs = static_cast<std::size_t>(shape.kv_heads) * slabs;
     const std::size_t all_slabs = head_slabs * shape.own_classes;
@@ -55,7 +55,7 @@ struct Workspace {
 
   int rows;      // of a key head
   int slabs;     // of a key head
-  int qk_dim;    // padded to two chunks
+  int qk_dim;    // padded to chunks
   int v_dim;     // padded to chunks
   float* query;  // [kv_head, slab, kSlabRows, qk_dim], scaled and packed; or rounded, see Score()
   float* out;    // [class, kv_head, slab, kSlabRows, v_dim], packed, not yet normalised
@@ -78,7 +78,7 @@ DecodeShape ShapeOf(const DecodeArgs& args) {
 template <class Loader>
 class Decoder {
  public:
-  // `bytes` may be null: then queries that may be rounded are multiplied by VNNI, if it is there.
+  // `bytes` may be null: then nothing is rounded.
   Decoder(const DecodeArgs& args, const int8::Multiplier* bytes)
       : args_(args),
         spec_(*args.spec),
@@ -90,12 +90,7 @@ class Decoder {
         k_bytes_(static_cast<int>(RowBytes(kv_.dtype, spec_.head_dim))),
         v_bytes_(static_cast<int>(RowBytes(kv_.dtype, spec_.v_head_dim))),
         heads_inner_(kv_.k.head_stride < kv_.k.slot_stride) {
-    if (!spec_.int8_queries || !Loader::kScaled) return;
-    if (bytes != nullptr) {
-      bytes_ = bytes;
-    } else {
-      rounds_queries_ = RoundsQueries();
-    }
+    if (spec_.int8_queries && Loader::kScaled) bytes_ = bytes;
   }
 
   void Run() {
@@ -166,16 +161,6 @@ class Decoder {
       }
       return;
     }
-    if (rounds_queries_) {
-      constexpr int kElements = Int8Query::kElements;
-      const int pairs = (spec_.head_dim + kElements - 1) / kElements;
-      Int8Query* rounded = reinterpret_cast<Int8Query*>(slab) + row * pairs;
-      for (int p = 0; p < pairs; ++p) {
-        const int begin = p * kElements;
-        rounded[p].Round(w_.row + begin, std::min(kElements, spec_.head_dim - begin));
-      }
-      return;
-    }
 #endif
     float* packed = slab + row * w_.qk_dim;
     for (int d = 0; d < spec_.head_dim; ++d) packed[Packed<Loader>(d)] = w_.row[d];
@@ -187,7 +172,7 @@ class Decoder {
 #if HWY_TARGET == HWY_AVX3
     if constexpr (Loader::kScaled) {
       if (bytes_ == nullptr) return;
-      byte_scores_.Start(*bytes_, reinterpret_cast<const Int8SlabUnit*>(slab), k);
+      bytes_slab_.Start(*bytes_, reinterpret_cast<const Int8SlabUnit*>(slab), k);
     }
 #endif
   }
@@ -197,23 +182,25 @@ class Decoder {
 #if HWY_TARGET == HWY_AVX3
     if constexpr (Loader::kScaled) {
       if (bytes_ != nullptr) {
-        if (k.fetch != nullptr) FetchRows(k);
-        return byte_scores_.Finish(reinterpret_cast<const Int8SlabUnit*>(slab), kernel_.k_scales(),
-                                   kernel_.scores());
-      }
-      if (rounds_queries_) {
-        return Int8Scores(reinterpret_cast<const Int8Query*>(slab), spec_.head_dim, k,
-                          kernel_.k_scales(), kernel_.scores());
+        return bytes_slab_.Finish(reinterpret_cast<const Int8SlabUnit*>(slab), kernel_.k_scales(),
+                                  kernel_.scores());
       }
     }
 #endif
     kernel_.Scores(slab, k);
   }
 
-  static HWY_INLINE void FetchRows(const BlockRows& rows) {
-    for (int j = 0; j < kBlock; ++j) {
-      PrefetchRow(rows.fetch[j] + rows.fetch_offset, rows.fetch_bytes);
+  // out[row] += sum over the first `keys` keys of weight * value, in whole numbers. False, and
+  // nothing is done, where that is not how this task is computed.
+  HWY_INLINE bool WeighInBytes([[maybe_unused]] const BlockRows& v, [[maybe_unused]] int keys,
+                               [[maybe_unused]] float* out) {
+#if HWY_TARGET == HWY_AVX3
+    if constexpr (Loader::kScaled) {
+      return bytes_ != nullptr &&
+             bytes_slab_.Weigh(*bytes_, kernel_.scores(), kernel_.v_scales(), v, keys, out);
     }
+#endif
+    return false;
   }
 
   // Distance in slots between neighbours in a block: just over 4 KiB, so that many DRAM pages are
@@ -300,11 +287,12 @@ class Decoder {
     for (int slab = 0; slab < w_.slabs; ++slab) {
       const std::size_t index = SlabIndex(step, slab);
       Score(Query(step.head, slab), k);
+      k.fetch = nullptr;
       if (slab + 1 < w_.slabs) StartScores(Query(step.head, slab + 1), k);
       if (!map_.plain()) MapScores(step, slab);
       kernel_.Softmax(w_.state[index], Out(index));
-      kernel_.Weigh(Out(index), v);
-      k.fetch = v.fetch = nullptr;
+      if (!WeighInBytes(v, kBlock, Out(index))) kernel_.Weigh(Out(index), v);
+      v.fetch = nullptr;
     }
   }
 
@@ -341,6 +329,7 @@ class Decoder {
         }
       }
       kernel_.Softmax(w_.state[index], Out(index));
+      if (WeighInBytes(v, keys, Out(index))) continue;
       for (int r = 0; r < kSlabRows; ++r) kernel_.WeighRow(Out(index), r, v, seen[r]);
     }
   }
@@ -420,10 +409,9 @@ class Decoder {
   const int k_bytes_;
   const int v_bytes_;
   const bool heads_inner_;
-  const int8::Multiplier* bytes_ = nullptr;  // what multiplies rounded queries; or, without it,
-  [[maybe_unused]] bool rounds_queries_ = false;  // VNNI does
+  const int8::Multiplier* bytes_ = nullptr;  // what multiplies rounded queries, if they are
 #if HWY_TARGET == HWY_AVX3
-  Int8SlabScores byte_scores_{spec_.head_dim};
+  Int8Slab bytes_slab_{spec_, w_.v_dim};
 #endif
   SlotRange common_;  // what all rows see
 };
@@ -435,11 +423,7 @@ std::size_t DecodeWorkspace(const AttentionSpec& spec, const DecodeShape& shape)
 }
 
 bool RoundsQueries() noexcept {
-#if HWY_TARGET == HWY_AVX3
-  return HasInt8Products();
-#else
-  return false;
-#endif
+  return HWY_TARGET == HWY_AVX3 && int8::VnniMultiplier() != nullptr;
 }
 
 void DecodeWith(const DecodeArgs& args, const int8::Multiplier* bytes) noexcept {
@@ -455,7 +439,9 @@ void DecodeWith(const DecodeArgs& args, const int8::Multiplier* bytes) noexcept 
   }
 }
 
-void Decode(const DecodeArgs& args) noexcept { DecodeWith(args, nullptr); }
+void Decode(const DecodeArgs& args) noexcept {
+  DecodeWith(args, RoundsQueries() ? int8::VnniMultiplier() : nullptr);
+}
 
 }  // namespace treeline::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();

@@ -282,6 +282,14 @@ HWY_INLINE void PrefetchRow(const std::byte* row, int bytes) {
   for (int i = 0; i < bytes; i += kLine) __builtin_prefetch(row + i, kRead, kSecondLevel);
 }
 
+// The same for rows of a few lines, which take longer to count than to fetch.
+HWY_INLINE void PrefetchShortRow(const std::byte* row, int bytes) {
+  constexpr int kLine = 64;
+  PrefetchRow(row, 1);
+  if (bytes > kLine) PrefetchRow(row + kLine, 1);
+  if (bytes > 2 * kLine) PrefetchRow(row + 2 * kLine, bytes - 2 * kLine);
+}
+
 // Floats from row to row of a tile: an odd number of cache lines, so that a column of rows does not
 // fall into a few sets of the first-level cache.
 inline int RowStride(int dim) {

@@ -64,15 +64,19 @@ struct UnitScales {
     const int units = (dim + LoadQ8::kUnit - 1) / LoadQ8::kUnit;
     HWY_ALIGN std::uint16_t bits[kUnits * kBlock];
     if (keys < kBlock) std::memset(bits, 0, sizeof(bits));
-    // Four at a time: without that, counting takes longer than copying.
-    for (int key = 0; key < keys; ++key) {
-      const std::byte* row = block.rows[key] + block.offset;
-      int u = 0;
-      for (; u + 4 <= units; u += 4) {
-#pragma GCC unroll 4
-        for (int i = u; i < u + 4; ++i) bits[i * kBlock + key] = LoadQ8::ScaleBits(row, i);
-      }
-      for (; u < units; ++u) bits[u * kBlock + key] = LoadQ8::ScaleBits(row, u);
+    // Numbers of units that are usual are constants: otherwise counting takes longer than copying.
+    switch (units) {
+      case 2:
+        Copy(
+            block, keys, [] { return 2; }, bits);
+        break;
+      case 4:
+        Copy(
+            block, keys, [] { return 4; }, bits);
+        break;
+      default:
+        Copy(
+            block, keys, [units] { return units; }, bits);
     }
     for (int i = 0; i < units * kBlock; i += kLanes) {
       hn::Store(LoadHalves(d, bits + i), d, of + i);
@@ -80,6 +84,16 @@ struct UnitScales {
   }
 
   HWY_ALIGN float of[kUnits * kBlock];  // [unit, key]
+
+ private:
+  template <class Units>
+  static HWY_INLINE void Copy(const BlockRows& block, int keys, const Units& units,
+                              std::uint16_t* bits) {
+    for (int key = 0; key < keys; ++key) {
+      const std::byte* row = block.rows[key] + block.offset;
+      for (int u = 0; u < units(); ++u) bits[u * kBlock + key] = LoadQ8::ScaleBits(row, u);
+    }
+  }
 };
 
 // Arithmetic on one block for one slab; `scores` is what passes from one step to the next.
@@ -92,6 +106,7 @@ class SlabKernel {
 
   float* scores() { return scores_; }  // [kBlock, kSlabRows]
   const auto& k_scales() const { return k_scales_; }
+  const auto& v_scales() const { return v_scales_; }
 
   // Comes before all else that is done with a block, which has so many keys.
   HWY_INLINE void Begin(const BlockRows& k, const BlockRows& v, int keys) {

@@ -1,5 +1,5 @@
 // AMX with 8-bit integers: a unit of 16 keys is a tile as it lies, and so is what it is multiplied
-// with.
+// with. Values are weighed by VNNI, which every such machine has.
 
 #include "kernels/cpu/int8/product.h"
 
@@ -35,14 +35,14 @@ TREELINE_AMX void Multiply(const Product& p) noexcept {
   int u = 0;
   for (; u + 2 <= p.units; u += 2) {
     const std::byte* keys = p.keys + u * p.unit_stride;
-    const std::int8_t* query = p.query + u * p.query_stride;
+    const QueryUnit* query = p.query + u;
     _tile_zero(0);
     _tile_loadd(2, keys, p.key_stride);
-    _tile_loadd(4, query, kQueryStride);
+    _tile_loadd(4, query->values, kQueryStride);
     _tile_dpbssd(0, 2, 4);
     _tile_zero(1);
     _tile_loadd(3, keys + p.unit_stride, p.key_stride);
-    _tile_loadd(5, query + p.query_stride, kQueryStride);
+    _tile_loadd(5, query[1].values, kQueryStride);
     _tile_dpbssd(1, 3, 5);
     _tile_stored(0, p.sums + u * kUnitSums, kSumsStride);
     _tile_stored(1, p.sums + (u + 1) * kUnitSums, kSumsStride);
@@ -50,13 +50,11 @@ TREELINE_AMX void Multiply(const Product& p) noexcept {
   if (u < p.units) {
     _tile_zero(0);
     _tile_loadd(2, p.keys + u * p.unit_stride, p.key_stride);
-    _tile_loadd(4, p.query + u * p.query_stride, kQueryStride);
+    _tile_loadd(4, p.query[u].values, kQueryStride);
     _tile_dpbssd(0, 2, 4);
     _tile_stored(0, p.sums + u * kUnitSums, kSumsStride);
   }
 }
-
-constexpr Multiplier kAmx{.begin = Begin, .multiply = Multiply, .end = End};
 
 bool CpuMultipliesBytes() {
   unsigned a = 0;
@@ -70,8 +68,11 @@ bool CpuMultipliesBytes() {
 }  // namespace
 
 const Multiplier* AmxMultiplier() {
-  static const bool there = bf16::WhyNoAmx() == nullptr && CpuMultipliesBytes();
-  return there ? &kAmx : nullptr;
+  const Multiplier* vnni = VnniMultiplier();
+  if (vnni == nullptr || bf16::WhyNoAmx() != nullptr || !CpuMultipliesBytes()) return nullptr;
+  static const Multiplier amx{
+      .begin = Begin, .multiply = Multiply, .weigh = vnni->weigh, .end = End};
+  return &amx;
 }
 
 }  // namespace treeline::cpu::int8
