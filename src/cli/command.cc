@@ -39,10 +39,13 @@ void WriteJson(const std::string& file, const nlohmann::ordered_json& json) {
     std::cout << text;
     return FlushOutput();
   }
+  errno = 0;
   std::ofstream stream(file);
   stream << text;
   stream.close();
-  if (!stream) Throw<Error>("cannot write '", file, "'");
+  if (!stream) {
+    Throw<Error>("cannot write '", file, "': ", std::strerror(errno != 0 ? errno : EIO));
+  }
 }
 
 void FlushOutput() {

@@ -1,10 +1,8 @@
 #include "cli/links.h"
 
-#include <cerrno>
-#include <cstring>
-#include <fstream>
 #include <nlohmann/json.hpp>
 
+#include "cli/prompts.h"
 #include "core/check.h"
 
 namespace treeline::cli {
@@ -38,9 +36,8 @@ nlohmann::ordered_json LinksToJson(const CostModel& model) {
 }
 
 Links ReadLinks(const std::string& file) {
-  std::ifstream stream(file);
-  if (!stream) Throw<FormatError>("cannot read '", file, "': ", std::strerror(errno));
-  const nlohmann::json json = nlohmann::json::parse(stream, nullptr, /*allow_exceptions=*/false);
+  const nlohmann::json json =
+      nlohmann::json::parse(ReadText(file), nullptr, /*allow_exceptions=*/false);
   if (!json.is_object()) Throw<FormatError>("'", file, "' is no JSON object");
   const nlohmann::json links = json.value("comm", json);
   if (!links.is_object()) Throw<FormatError>("'", file, "': comm is no object");

@@ -60,9 +60,10 @@ void AddModelOptions(CLI::App& command, ModelOptions& options) {
       ->check(CLI::Range(1, ThreadGroup::kMaxRanks))
       ->type_name("N");
   command
-      .add_option("--activations", options.activations,
-                  "i16: rounded to 16 bits where that is faster; f32: exact and slower; bf16: "
-                  "rounded to 8 bits in prefill, on CPUs that multiply in bf16")
+      .add_option(
+          "--activations", options.activations,
+          "i16: rounded to 14 or 16 bits where that is faster, which docs/model.md lists; f32: "
+          "exact and slower; bf16: to 8 bits in prefill, on CPUs that multiply in bf16")
       ->check(CLI::IsMember({"i16", "f32", "bf16"}))
       ->capture_default_str()
       ->type_name("WHAT");

@@ -82,7 +82,8 @@ void AddPerplexity(CLI::App& program) {
       ->type_name("N");
   AddJsonOption(*command, options->json);
   command->footer(
-      "Rank 0 alone reads the text.\n\n"
+      "Rank 0 alone reads the text. It is computed as a prompt is, so options of decoding\n"
+      "(--schedule, --reproducible, --int8-queries) change nothing.\n\n"
       "Examples:\n  treeline perplexity -m model.gguf -f text.txt\n"
       "  mpirun -n 4 treeline perplexity -m model.gguf -f text.txt --skip 512 --json report.json");
   command->callback([options] { Run(*options); });

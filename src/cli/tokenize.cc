@@ -1,13 +1,12 @@
 #include <CLI/CLI.hpp>
 #include <cstdio>
-#include <iostream>
-#include <iterator>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
 
 #include "cli/command.h"
 #include "cli/model_options.h"
+#include "cli/prompts.h"
 #include "model/utf8.h"
 
 namespace treeline::cli {
@@ -25,12 +24,7 @@ void Run(const TokenizeOptions& options) {
   if (!IsFirst()) return;
   const model::LlamaModel model(options.model);
   const model::Vocabulary vocabulary(model);
-  std::string text;
-  if (options.text) {
-    text = *options.text;
-  } else {
-    text.assign(std::istreambuf_iterator<char>(std::cin), {});
-  }
+  const std::string text = options.text ? *options.text : ReadStandardInput();
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
   for (const model::Token token : vocabulary.Tokenize(text, options.start, options.special)) {
     const std::string piece = vocabulary.Name(token);

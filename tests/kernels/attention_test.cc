@@ -327,8 +327,8 @@ TEST_P(AttentionTest, NonFiniteRowsSpoilThemselvesAlone) {
       Attend(shape.spec, problem.tasks(), context());
       const std::vector<BackwardTask>& backward = problem.MakeBackward();
       for (const std::uint32_t bits : {0xFFFFFFFFU, 0x7FFFFFFFU, 0x7FC00000U, 0x7F800000U}) {
-        SCOPED_TRACE(testing::Message() << Name(dtype) << ", " << terms << " terms, " << std::hex
-                                        << bits);
+        SCOPED_TRACE(testing::Message()
+                     << Name(dtype) << ", " << terms << " terms, " << std::hex << bits);
         float& bad = task.result.out[(2 * kBad + 1) * 16 + 3];
         const float good = std::exchange(bad, std::bit_cast<float>(bits));
         AttendBackward(shape.spec, backward, context());
@@ -354,6 +354,7 @@ TEST_P(AttentionTest, NonFiniteRowsSpoilThemselvesAlone) {
 TEST_P(AttentionTest, NonFiniteNumbersStayInTheirRowsWithInt8Queries) {
   constexpr std::int64_t kKeys = 75;
   constexpr std::uint16_t kNanBits = 0x7E00;  // of f16
+  constexpr std::uint16_t kInfinityBits = 0x7C00;
   AttentionSpec spec = AttentionSpec::Make(3, 1, 40);
   spec.int8_queries = true;
   ProblemShape shape = Sequence(spec, 1, kKeys);
@@ -372,20 +373,22 @@ TEST_P(AttentionTest, NonFiniteNumbersStayInTheirRowsWithInt8Queries) {
     EXPECT_TRUE(finite(problem, 2, 0, 40));
   }
   for (const std::int64_t slot : {std::int64_t{0}, kKeys - 1}) {
-    Problem problem(shape);
-    auto* blocks = reinterpret_cast<Q8Block*>(
-        const_cast<std::byte*>(problem.tasks()[0].kv.ValueRow(slot, 0)));
-    blocks[1].scale = kNanBits;
-    Attend(spec, problem.tasks(), context());
-    for (int head = 0; head < 3; ++head) {
-      EXPECT_TRUE(finite(problem, head, 0, 32));
-      EXPECT_FALSE(finite(problem, head, 32, 33));
+    for (const std::uint16_t bits : {kNanBits, kInfinityBits}) {
+      Problem problem(shape);
+      auto* blocks = reinterpret_cast<Q8Block*>(
+          const_cast<std::byte*>(problem.tasks()[0].kv.ValueRow(slot, 0)));
+      blocks[1].scale = bits;
+      Attend(spec, problem.tasks(), context());
+      for (int head = 0; head < 3; ++head) {
+        EXPECT_TRUE(finite(problem, head, 0, 32));
+        EXPECT_FALSE(finite(problem, head, 32, 33));
+      }
+      blocks =
+          reinterpret_cast<Q8Block*>(const_cast<std::byte*>(problem.tasks()[0].kv.KeyRow(slot, 0)));
+      blocks[0].scale = bits;
+      Attend(spec, problem.tasks(), context());
+      for (int head = 0; head < 3; ++head) EXPECT_FALSE(finite(problem, head, 0, 1));
     }
-    blocks = reinterpret_cast<Q8Block*>(
-        const_cast<std::byte*>(problem.tasks()[0].kv.KeyRow(slot, 0)));
-    blocks[0].scale = kNanBits;
-    Attend(spec, problem.tasks(), context());
-    for (int head = 0; head < 3; ++head) EXPECT_FALSE(finite(problem, head, 0, 1));
   }
 }
 

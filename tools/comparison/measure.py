@@ -77,6 +77,14 @@ class Peak:
         return max((anonymous for mapped, anonymous in self._samples if mapped > most / 2), default=None)
 
 
+def _give(process, text):
+    try:
+        process.stdin.write(text)
+        process.stdin.close()
+    except BrokenPipeError:
+        pass  # it ended before it had read all; its exit code says why
+
+
 def run_program(options, *arguments, text='', before=()):
     """Runs Treeline. Returns what it reports as JSON, and its peak of resident memory, in bytes."""
     with tempfile.NamedTemporaryFile('r', suffix='.json', dir=PLACE) as report, \
@@ -84,11 +92,17 @@ def run_program(options, *arguments, text='', before=()):
         process = subprocess.Popen([*before, options.program, *arguments, '--json', report.name],
                                    stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors, text=True)
         peak = Peak(process.pid)
-        process.stdin.write(text)
-        process.stdin.close()
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        memory = {'resident': usage.ru_maxrss * 1024, 'anonymous': peak.anonymous()}
+        try:
+            _give(process, text)
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+        except BaseException:  # nobody waits for what was interrupted
+            process.kill()
+            process.wait()
+            raise
+        finally:
+            anonymous = peak.anonymous()
+        memory = {'resident': usage.ru_maxrss * 1024, 'anonymous': anonymous}
         if process.returncode != 0:
             errors.seek(0)
             said = [line for line in errors.read().splitlines() if 'error:' in line] or ['it said nothing']

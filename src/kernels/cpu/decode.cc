@@ -3,7 +3,7 @@
 // All rows of a key head share one read of K and V. Keys are taken in blocks of 16; while the
 // scores of a block are computed the keys of one of the next blocks are fetched, and while its
 // values are weighed the values of that are. Where rows see different keys, each row weighs only
-// what it sees. Queries that meet q8_0 keys may be rounded to 8 bits, if the spec lets them.
+// what it sees. Queries that meet q8_0 keys, and weights, may be rounded, if the spec lets them.
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/cpu/decode.cc"
@@ -34,7 +34,7 @@ struct Workspace {
     Arena arena(base);
     rows = shape.rows;
     slabs = (rows + kSlabRows - 1) / kSlabRows;
-    qk_dim = RoundUp(spec.head_dim, kChunk);  // rounded rows, an Int8SlabUnit for each four, fit in
+    qk_dim = RoundUp(spec.head_dim, kChunk);  // rows that are rounded, a QueryUnit for four, fit in
     v_dim = RoundUp(spec.v_head_dim, kChunk);
     const auto head_slabs = static_cast<std::size_t>(shape.kv_heads) * slabs;
     const std::size_t all_slabs = head_slabs * shape.own_classes;
@@ -53,12 +53,13 @@ struct Workspace {
     bytes = arena.used();
   }
 
-  int rows;      // of a key head
-  int slabs;     // of a key head
-  int qk_dim;    // padded to chunks
-  int v_dim;     // padded to chunks
-  float* query;  // [kv_head, slab, kSlabRows, qk_dim], scaled and packed; or rounded, see Score()
-  float* out;    // [class, kv_head, slab, kSlabRows, v_dim], packed, not yet normalised
+  int rows;    // of a key head
+  int slabs;   // of a key head
+  int qk_dim;  // padded to chunks
+  int v_dim;   // padded to chunks
+  float*
+      query;  // [kv_head, slab, kSlabRows, qk_dim], scaled and packed; or rounded, see StoreQuery()
+  float* out;  // [class, kv_head, slab, kSlabRows, v_dim], packed, not yet normalised
   std::size_t out_values;
   SlabState* state;  // [class, kv_head, slab]
   std::size_t states;
@@ -154,10 +155,10 @@ class Decoder {
   void StoreQuery(float* slab, int row) {
 #if HWY_TARGET == HWY_AVX3
     if (bytes_ != nullptr) {
-      auto* units = reinterpret_cast<Int8SlabUnit*>(slab);
+      auto* units = reinterpret_cast<int8::QueryUnit*>(slab);
       for (int begin = 0; begin < spec_.head_dim; begin += int8::kUnit) {
-        units[begin / int8::kUnit].Round(w_.row + begin,
-                                         std::min(int8::kUnit, spec_.head_dim - begin), row);
+        RoundInto(units[begin / int8::kUnit], w_.row + begin,
+                  std::min(int8::kUnit, spec_.head_dim - begin), row);
       }
       return;
     }
@@ -172,7 +173,7 @@ class Decoder {
 #if HWY_TARGET == HWY_AVX3
     if constexpr (Loader::kScaled) {
       if (bytes_ == nullptr) return;
-      bytes_slab_.Start(*bytes_, reinterpret_cast<const Int8SlabUnit*>(slab), k);
+      bytes_slab_.Start(*bytes_, reinterpret_cast<const int8::QueryUnit*>(slab), k);
     }
 #endif
   }
@@ -182,8 +183,8 @@ class Decoder {
 #if HWY_TARGET == HWY_AVX3
     if constexpr (Loader::kScaled) {
       if (bytes_ != nullptr) {
-        return bytes_slab_.Finish(reinterpret_cast<const Int8SlabUnit*>(slab), kernel_.k_scales(),
-                                  kernel_.scores());
+        return bytes_slab_.Finish(reinterpret_cast<const int8::QueryUnit*>(slab),
+                                  kernel_.k_scales(), kernel_.scores());
       }
     }
 #endif
@@ -316,7 +317,7 @@ class Decoder {
       SlotRange seen[kSlabRows];
       for (int r = 0; r < kSlabRows; ++r) {
         const int row = slab * kSlabRows + r;
-        seen[r] = {0, keys};
+        seen[r] = {0, 0};
         if (row < w_.rows) {
           seen[r].begin = key_at(std::max(w_.visible[row].begin, args_.slots.begin));
           seen[r].end =

@@ -33,7 +33,8 @@ inline float RoundUnit(const float* x, int n, std::int8_t* values) {
     largest = std::max(largest, std::abs(x[i]));
   }
   constexpr float kMost = 127.0f;
-  const float inverse = finite && largest > 0.0f ? kMost / largest : 0.0f;
+  constexpr float kLeast = 1e-36f;  // below it there is no inverse
+  const float inverse = finite && largest > kLeast ? kMost / largest : 0.0f;
   for (int i = 0; i < int8::kUnit; ++i) {
     const float scaled = i < n && inverse > 0.0f ? x[i] * inverse : 0.0f;
     values[i] = static_cast<std::int8_t>(std::lrint(std::clamp(scaled, -kMost, kMost)));
@@ -41,26 +42,18 @@ inline float RoundUnit(const float* x, int n, std::int8_t* values) {
   return finite ? largest / kMost : std::numeric_limits<float>::quiet_NaN();
 }
 
-// A unit of the rows of a slab.
-struct Int8SlabUnit {
-  int8::QueryUnit query;
-  HWY_ALIGN float scales[kLanes];  // lane i is of row i % kSlabRows
-
-  // x[0, n) is the unit of a row.
-  void Round(const float* x, int n, int row) {
-    std::int8_t rounded[int8::kUnit];
-    const float scale = RoundUnit(x, n, rounded);
-    std::int32_t sum = 0;
-    for (int i = 0; i < int8::kUnit; ++i) {
-      const int group = i / int8::kTogether;
-      const int place = (group * kSlabRows + row) * int8::kTogether + i % int8::kTogether;
-      query.values[place] = rounded[i];
-      sum += rounded[i];
-    }
-    query.offsets[row] = -128 * sum;
-    for (int lane = row; lane < kLanes; lane += kSlabRows) scales[lane] = scale;
+// x[0, n) becomes a unit of a row.
+inline void RoundInto(int8::QueryUnit& query, const float* x, int n, int row) {
+  std::int8_t rounded[int8::kUnit];
+  query.scales[row] = RoundUnit(x, n, rounded);
+  std::int32_t sum = 0;
+  for (int i = 0; i < int8::kUnit; ++i) {
+    const int group = i / int8::kTogether;
+    query.values[(group * kSlabRows + row) * int8::kTogether + i % int8::kTogether] = rounded[i];
+    sum += rounded[i];
   }
-};
+  query.offsets[row] = -128 * sum;
+}
 
 // Scores of a block and sums of its weighted values, as SlabKernel makes them, by a machine's
 // products of bytes.
@@ -77,34 +70,44 @@ class Int8Slab {
   // Multiplies keys with a slab, whose query is [unit]. Rows of keys that do not lie at equal
   // distances are copied first. What comes between this and Finish() hides that products take their
   // time.
-  HWY_INLINE void Start(const int8::Multiplier& multiplier, const Int8SlabUnit* query,
+  HWY_INLINE void Start(const int8::Multiplier& multiplier, const int8::QueryUnit* query,
                         const BlockRows& k) {
     const std::byte* rows = Rows(k) + offsetof(Q8Block, values);
-    for (int u = 0; u < units_; ++u) {
-      FetchPart(k, u, units_);
+    constexpr int kTogether = 2;  // AMX computes one while it loads another
+    for (int u = 0; u < units_; u += kTogether) {
+      const int count = std::min(kTogether, units_ - u);
+      for (int i = u; i < u + count; ++i) FetchPart(k, i, units_);
       multiplier.multiply({.keys = rows + u * sizeof(Q8Block),
                            .key_stride = stride_,
                            .unit_stride = sizeof(Q8Block),
-                           .query = &query[u].query,
-                           .units = 1,
+                           .query = query + u,
+                           .units = count,
                            .sums = sums_ + u * int8::kUnitSums});
     }
   }
 
   // Scores of what was started.
-  HWY_INLINE void Finish(const Int8SlabUnit* query, const UnitScales& k_scales, float* scores) {
+  HWY_INLINE void Finish(const int8::QueryUnit* query, const UnitScales& k_scales, float* scores) {
     const DF d;
     const hn::RebindToSigned<DF> di;
+    VF sum[kSlabRows];
 #pragma GCC unroll 4
-    for (int s = 0; s < kSlabRows; ++s) {
-      VF sum = hn::Zero(d);
-      for (int u = 0; u < units_; ++u) {
-        const VF scales = hn::Mul(OfKeys(k_scales, u, s), hn::Load(d, query[u].scales));
+    for (VF& x : sum) x = hn::Zero(d);
+    for (int u = 0; u < units_; ++u) {
+      const VF as_they_are = hn::Load(d, k_scales.of + u * kBlock);
+      // An infinite one becomes a NaN: elements of both signs give that, of which only the sum is
+      // known here.
+      const VF key_scales = hn::Add(as_they_are, hn::Sub(as_they_are, as_they_are));
+      const VF query_scales = hn::LoadDup128(d, query[u].scales);
+#pragma GCC unroll 4
+      for (int s = 0; s < kSlabRows; ++s) {
+        const VF scales = hn::Mul(OfKeys(key_scales, s), query_scales);
         const auto products = hn::Load(di, sums_ + u * int8::kUnitSums + s * kLanes);
-        sum = hn::MulAdd(scales, hn::ConvertTo(d, products), sum);
+        sum[s] = hn::MulAdd(scales, hn::ConvertTo(d, products), sum[s]);
       }
-      hn::Store(sum, d, scores + s * kLanes);
     }
+#pragma GCC unroll 4
+    for (int s = 0; s < kSlabRows; ++s) hn::Store(sum[s], d, scores + s * kLanes);
   }
 
   // out[row] += sum over the first `keys` keys of weight * value; weights of what a row does not
@@ -137,14 +140,14 @@ class Int8Slab {
   static constexpr int kMostBytes = UnitScales::kUnits * static_cast<int>(sizeof(Q8Block));
   static constexpr int kMostStride = (kMostBytes + 63) / 64 * 64;
 
-  // The scales of a unit of kLanes keys from the (s * kLanes / kSlabRows)-th, each for kSlabRows
-  // rows.
-  static HWY_INLINE VF OfKeys(const UnitScales& scales, int unit, int s) {
+  // Of the scales of a block's keys, those of keys from the (s * kLanes / kSlabRows)-th, each for
+  // kSlabRows rows.
+  static HWY_INLINE VF OfKeys(VF scales, int s) {
     const DF d;
     const auto first = static_cast<std::int32_t>(s * kLanes);
     const auto keys =
         hn::IndicesFromVec(d, hn::ShiftRight<2>(hn::Iota(hn::RebindToSigned<DF>(), first)));
-    return hn::TableLookupLanes(hn::Load(d, scales.of + unit * kBlock), keys);
+    return hn::TableLookupLanes(scales, keys);
   }
 
   // The u-th part of the rows to fetch: a burst would fill the buffers of outstanding misses.
@@ -175,11 +178,12 @@ class Int8Slab {
   // become part of the weights.
   HWY_INLINE void RoundWeights(const float* weights, const UnitScales& v_scales, int unit) {
     const DF d;
+    const VF scales = hn::Load(d, v_scales.of + unit * kBlock);
     VF scaled[kSlabRows];
     VF most = hn::Set(d, 0x1p-100f);
 #pragma GCC unroll 4
     for (int s = 0; s < kSlabRows; ++s) {
-      scaled[s] = hn::Mul(hn::Load(d, weights + s * kLanes), OfKeys(v_scales, unit, s));
+      scaled[s] = hn::Mul(hn::Load(d, weights + s * kLanes), OfKeys(scales, s));
       most = hn::Max(most, hn::Abs(scaled[s]));
     }
     // Lanes of a row are kSlabRows apart.

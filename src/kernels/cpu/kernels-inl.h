@@ -20,7 +20,7 @@ ForwardBlock BlockOfForward(const AttentionSpec& spec, const AttendTask& task) n
 void Forward(const ForwardArgs& args) noexcept;
 std::size_t DecodeWorkspace(const AttentionSpec& spec, const DecodeShape& shape) noexcept;
 void Decode(const DecodeArgs& args) noexcept;
-// With products of bytes, for queries that may be rounded, that are not those of the target.
+// With these products of bytes where queries may be rounded; without any, nothing is rounded.
 void DecodeWith(const DecodeArgs& args, const int8::Multiplier* bytes) noexcept;
 bool RoundsQueries() noexcept;
 BackwardBlock BlockOfBackward(const AttentionSpec& spec, const BackwardTask& task) noexcept;

@@ -109,7 +109,8 @@ void AddBf16Tables(std::vector<KernelTable>& tables) {
     }
   }
   if (bf16::AmxMultiplier() != nullptr) {
-    KernelTable amx = WithBytes<int8::AmxMultiplier>(With<bf16::AmxMultiplier, 2>(avx512, Isa::kAmx));
+    KernelTable amx =
+        WithBytes<int8::AmxMultiplier>(With<bf16::AmxMultiplier, 2>(avx512, Isa::kAmx));
     amx.i16 = nullptr;
     tables.push_back(amx);
   }

@@ -297,11 +297,10 @@ __m512 DotQ6K(const std::byte* row, const FineRow& x, int columns) {
 template <__m512 (*kDot)(const std::byte* row, const FineRow& x, int columns)>
 void MultiplyRows(const DotRowsArgs& args) {
   constexpr int kRows = 4;
-  for (int t = 0; t < args.tokens; ++t) {
-    float* const out = args.out + t * args.out_stride;
-    for (int first = 0; first < args.rows; first += kRows) {
-      const std::byte* weights = args.weights + static_cast<std::size_t>(first) * args.row_bytes;
-      const int rows = std::min(kRows, args.rows - first);
+  for (int first = 0; first < args.rows; first += kRows) {
+    const std::byte* weights = args.weights + static_cast<std::size_t>(first) * args.row_bytes;
+    const int rows = std::min(kRows, args.rows - first);
+    for (int t = 0; t < args.tokens; ++t) {
       __m512 sums[kRows];
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
@@ -310,7 +309,7 @@ void MultiplyRows(const DotRowsArgs& args) {
       }
       alignas(16) float totals[kRows];
       StoreSums(VF{sums[0]}, VF{sums[1]}, VF{sums[2]}, VF{sums[3]}, totals);
-      std::copy_n(totals, rows, out + first);
+      std::copy_n(totals, rows, args.out + t * args.out_stride + first);
     }
   }
 }

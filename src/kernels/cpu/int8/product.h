@@ -20,6 +20,7 @@ inline constexpr int kUnitSums = kKeys * kRows;
 struct alignas(64) QueryUnit {
   std::int8_t values[kUnit * kRows];  // [kUnit / kTogether, kRows, kTogether]
   std::int32_t offsets[kRows];        // the sum of a row's values, times -128
+  float scales[kRows];                // of a row's values; sums are without it
 };
 
 // Sums over each unit of `keys` times `query`.
