@@ -176,7 +176,12 @@ TEST_F(ModelProgramTest, RefusesBadInput) {
   ExpectUsageError(RunProgram("generate -p a --activations bf16 -m '" + model_.path() + "'",
                               "TREELINE_ISA=scalar "),
                    "amx or avx512-bf16; scalar does not");
-  ExpectUsageError(Run("generate", "-f " + WriteText("bad.txt", "ok\xFF")), "not UTF-8 at byte 2");
+  ExpectError(Run("generate", "-f " + WriteText("bad.txt", "ok\xFF")), 4,
+              "bad.txt' is not UTF-8 at byte 2");
+  ExpectError(Run("tokenize", "< '" + (folder_ / "bad.txt").string() + "'"), 4,
+              "standard input is not UTF-8 at byte 2");
+  ExpectError(Run("tokenize", "< /"), 4, "cannot read standard input: Is a directory");
+  ExpectError(RunProgram("bench decode --links /"), 4, "cannot read '/': Is a directory");
   ExpectError(Run("generate", "-f /nowhere"), 4, "cannot read '/nowhere'");
   ExpectError(Run("generate", "-p a --chat"), 4, "no template");
   ExpectError(RunProgram("generate -p a -m /nowhere"), 4, "cannot open '/nowhere'");

@@ -7,8 +7,10 @@ import importlib.machinery
 import importlib.util
 import json
 import pathlib
+import signal
 import sys
 import tempfile
+import threading
 import unittest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -221,6 +223,33 @@ class OptionsTest(unittest.TestCase):
         self.assertEqual(compare.section_list('kernels,8b'), ['kernels', '8b'])
         with self.assertRaises(argparse.ArgumentTypeError):
             compare.section_list('kernels,other')
+
+
+
+class RunProgramTest(unittest.TestCase):
+    """A program that fails, or is interrupted, ends the comparison: nobody waits for it any more."""
+
+    def setUp(self):
+        self.place, measure.PLACE = measure.PLACE, pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+        self.addCleanup(setattr, measure, 'PLACE', self.place)
+
+    def program(self, script):
+        path = measure.PLACE / 'program'
+        path.write_text(f'#!/bin/sh\n{script}\n')
+        path.chmod(0o700)
+        return argparse.Namespace(program=path)
+
+    def test_ends_before_it_has_read_all(self):
+        with self.assertRaisesRegex(measure.CompareError, 'ended with 4: treeline: error: no'):
+            measure.run_program(self.program("echo 'treeline: error: no' >&2; exit 4"), 'tokenize', text='x' * 1000000)
+
+    def test_interrupted(self):
+        options = self.program('exec sleep 60')
+        signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with self.assertRaises(KeyboardInterrupt):
+            measure.run_program(options, 'info')
+        self.assertEqual(threading.active_count(), 1)  # nobody watches a process that is gone
 
 
 if __name__ == '__main__':
