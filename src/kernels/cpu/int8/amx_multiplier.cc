@@ -68,10 +68,11 @@ bool CpuMultipliesBytes() {
 }  // namespace
 
 const Multiplier* AmxMultiplier() {
-  const Multiplier* vnni = VnniMultiplier();
-  if (vnni == nullptr || bf16::WhyNoAmx() != nullptr || !CpuMultipliesBytes()) return nullptr;
+  static const bool there =
+      VnniMultiplier() != nullptr && bf16::WhyNoAmx() == nullptr && CpuMultipliesBytes();
+  if (!there) return nullptr;
   static const Multiplier amx{
-      .begin = Begin, .multiply = Multiply, .weigh = vnni->weigh, .end = End};
+      .begin = Begin, .multiply = Multiply, .weigh = VnniMultiplier()->weigh, .end = End};
   return &amx;
 }
 
