@@ -392,6 +392,39 @@ TEST_P(AttentionTest, NonFiniteNumbersStayInTheirRowsWithInt8Queries) {
   }
 }
 
+// Blocks lie in a page, or reach into the next, or have pages of their own for each key: none is
+// left out or taken twice. Which keys share a block decides only how weights of 14 bits round.
+TEST_P(AttentionTest, PagesOfAnySizeWithInt8Queries) {
+  constexpr float kSumTolerance = 1e-5f;
+  constexpr float kRounding = 1e-4f;
+  ThreadPool pool(3);
+  for (const std::int64_t window : {std::int64_t{0}, std::int64_t{777}}) {
+    AttentionSpec spec = AttentionSpec::Make(6, 2, 64);
+    spec.int8_queries = true;
+    spec.causal = true;
+    spec.window = window;
+    ProblemShape shape = Sequence(spec, 2, 1501);
+    shape.kv_dtype = DType::kQ8_0;
+    Problem dense(shape);
+    Attend(spec, dense.tasks(), context());
+    const auto& expected = dense.tasks()[0].result;
+    shape.storage = Storage::kPaged;
+    for (const std::int64_t slots : {1, 7, 15, 16, 17, 24, 48, 250, 256, 2000}) {
+      SCOPED_TRACE(testing::Message() << "pages of " << slots << ", window " << window);
+      shape.page_slots = slots;
+      Problem paged(shape);
+      Attend(spec, paged.tasks(), context(&pool));
+      const auto& result = paged.tasks()[0].result;
+      for (std::size_t i = 0; i < expected.lse.size(); ++i) {
+        EXPECT_NEAR(result.lse[i], expected.lse[i], kSumTolerance) << i;
+      }
+      for (std::size_t i = 0; i < expected.out.size(); ++i) {
+        EXPECT_NEAR(result.out[i], expected.out[i], kRounding) << i;
+      }
+    }
+  }
+}
+
 // Threads change who computes what, not what is computed: gradients come out bit for bit.
 TEST_P(AttentionTest, GradientsDoNotDependOnThreads) {
   // One key head, whose blocks follow each other; heads that take turns; more heads than threads.

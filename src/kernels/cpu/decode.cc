@@ -209,6 +209,7 @@ class Decoder {
   // vectors do better when a head's rows are read in order, if they lie in order.
   int Spread() const {
     if (!kManyRegisters && !heads_inner_) return 1;
+    if (by_page() && kv_.page_slots <= kAhead * kBlock) return 1;  // too few to look ahead
     const std::int64_t stride = std::max<std::int64_t>(kv_.k.slot_stride, 1);
     return static_cast<int>(std::min<std::int64_t>(kPage / stride + 1, kMaxSpread));
   }
@@ -237,8 +238,21 @@ class Decoder {
     return static_cast<int>((blocks + groups - 1) / groups);
   }
 
+  // Products of bytes read keys at even distances, as they are in a page, and copy all others.
+  bool by_page() const { return bytes_ != nullptr && kv_.k.pages != nullptr; }
+
+  // Where a group that begins at `slot` has to end, at the latest.
+  std::int64_t EndOfRun(std::int64_t slot, std::int64_t end) const {
+    if (!by_page()) return end;
+    const std::int64_t blocks = (kv_.page_slots - slot % kv_.page_slots) / kBlock;
+    return std::min(end, slot + std::max<std::int64_t>(blocks, 1) * kBlock);
+  }
+
   std::int64_t Fill(KvGroup& group, std::int64_t slot, std::int64_t end, int spread) const {
-    if (!args_.in_order && spread > 1) spread = EvenSpread((end - slot) / kBlock, spread);
+    if (!args_.in_order && spread > 1) {
+      end = EndOfRun(slot, end);
+      spread = EvenSpread((end - slot) / kBlock, spread);
+    }
     group.Fill(kv_, slot, end, kMaxSpread, spread);
     return slot + group.slots;
   }
