@@ -311,10 +311,10 @@ def write_f32(source, target):
 
 def document(count_tokens, most):
     """The project's own documents, cut at the end of a line so that they have `most` tokens or a few
-    less. count_tokens: a function that counts those of a text. docs/results.md is none of them: what
+    less. count_tokens: a function that counts those of a text. Tables of results are none of them: what
     is measured would change what is measured next."""
     lines = '\n\n'.join(path.read_text(encoding='utf-8') for path in sorted((ROOT / 'docs').glob('*.md'))
-                        if path.name != 'results.md').splitlines(keepends=True)
+                        if not path.name.startswith('results')).splitlines(keepends=True)
     fits, too_many = 0, len(lines) + 1
     while too_many - fits > 1:
         middle = (fits + too_many) // 2

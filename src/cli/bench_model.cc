@@ -261,7 +261,7 @@ void Run(const Options& options) {
   const std::vector<Case> cases = MakeCases(options);
   for (const Case& c : cases) run.Need(c.depth + c.tokens + (c.decode ? 1 : 0));
   const Machine machine = DescribeMachine();
-  ThreadPool pool(std::min(RanksHere(run.ranks()) * run.threads(), machine.cores));
+  ThreadPool pool = HostPool(std::min(RanksHere(run.ranks()) * run.threads(), HostCores()));
   const Limits limits = MeasureLimitsAlone({.pool = &pool}, [] {
     if (Communicator* comm = Processes()) Barrier(*comm);
   });

@@ -213,7 +213,7 @@ void Run(Options options) {
   const std::vector<RankCase> cases = MakeCases(options);
   const Machine machine = DescribeMachine();
   const int most = *std::max_element(options.ranks.begin(), options.ranks.end());
-  ThreadPool pool(std::min(RanksHere(most) * options.threads, machine.cores));
+  ThreadPool pool = HostPool(std::min(RanksHere(most) * options.threads, HostCores()));
   const Limits limits = MeasureLimitsAlone({.pool = &pool, .isa = isa}, [] {
     if (Communicator* comm = Processes()) Barrier(*comm);
   });

@@ -180,7 +180,7 @@ void CheckRows(const RankCase& c, const Problem& problem, int rank, const RankMe
 RankMeasurement MeasureDecode(const RankCase& c, const RankTiming& timing) {
   const Problem problem(MakeShape(c, timing.seed));
   const AttentionSpec& spec = problem.spec();
-  ThreadPool all_threads(LimitThreads(c));
+  ThreadPool all_threads = HostPool(LimitThreads(c));
   const Context everything{.pool = &all_threads};
   RankMeasurement m;
   m.work = static_cast<double>(problem.kv_bytes());
@@ -345,7 +345,7 @@ RankMeasurement MeasureRing(const RankCase& c, const RankTiming& timing) {
   const Problem problem(MakeShape(c, timing.seed));
   const AttentionSpec& spec = problem.spec();
   const bool train = c.work == RankWork::kTrain;
-  ThreadPool all_threads(LimitThreads(c));
+  ThreadPool all_threads = HostPool(LimitThreads(c));
   const Context everything{.pool = &all_threads};
   RankMeasurement m;
   m.schedule = c.schedule;

@@ -3,7 +3,6 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 
-#include "cli/machine.h"
 #include "core/check.h"
 #include "schedule/collectives/collectives.h"
 #include "treeline/thread_pool.h"
@@ -18,7 +17,7 @@ int OneNumber(const std::vector<int>& ranks) {
 
 int ThreadsOf(const ModelOptions& options, int ranks) {
   if (options.threads > 0) return options.threads;
-  return std::max(1, DescribeMachine().cores / RanksHere(ranks));
+  return std::max(1, HostCores() / RanksHere(ranks));
 }
 
 model::Activations ParseActivations(const std::string& name) {
@@ -130,7 +129,7 @@ void ModelRun::Run(int sequences, const std::function<void(ModelRank&)>& body) {
                                           .int8_queries = options_.int8_queries,
                                           .tokens = std::max<std::int64_t>(context_, 1),
                                           .sequences = sequences};
-  const bool crowded = RanksHere(ranks_) * threads_ > DescribeMachine().cores;
+  const bool crowded = RanksHere(ranks_) * threads_ > HostCores();
   RunOverRanks(
       {.ranks = ranks_, .timeout = options_.where.milliseconds(), .threads_per_rank = threads_},
       [&](Communicator& comm) {

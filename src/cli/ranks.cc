@@ -1,5 +1,7 @@
 #include "cli/ranks.h"
 
+#include <sched.h>
+
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
@@ -11,6 +13,7 @@
 #include <thread>
 
 #include "cli/limits.h"
+#include "cli/machine.h"
 #include "core/check.h"
 #include "schedule/collective_call.h"
 #include "schedule/collectives/collectives.h"
@@ -22,6 +25,7 @@ namespace {
 std::optional<MpiWorld> world;
 bool joining = false;  // MPI has been started, or is about to be
 bool alone = false;    // --comm threads under mpirun
+std::optional<cpu_set_t> host_cores;  // of all ranks here; only where ranks are processes
 
 // The arguments of this process, as far as they must be the same on all ranks: all of them.
 std::string Arguments() {
@@ -55,6 +59,42 @@ void WarnIfCrowded(const Launch& launch, int threads_per_rank) {
                launch.host_ranks, threads_per_rank, cores);
 }
 
+// Those that the ranks of this host may use; none if the system does not tell.
+std::optional<cpu_set_t> CoresOfHost(Communicator& comm) {
+  const std::span<const int> hosts = comm.hosts();
+  const auto rank = static_cast<std::size_t>(comm.rank());
+  std::vector<cpu_set_t> sets(hosts.size());  // empty
+  if (sched_getaffinity(0, sizeof(cpu_set_t), &sets[rank]) != 0) CPU_ZERO(&sets[rank]);
+  FillIn<cpu_set_t>(comm, sets);
+  cpu_set_t all = sets[rank];
+  for (std::size_t r = 0; r < sets.size(); ++r) {
+    if (hosts[r] == hosts[rank]) CPU_OR(&all, &all, &sets[r]);
+  }
+  if (CPU_COUNT(&all) == 0) return std::nullopt;
+  return all;
+}
+
+// While it lives, this thread may run on all cores of `host_cores`; but not on its own if that is
+// one: threads that begin there would stay for a while.
+class OnHostCores {
+ public:
+  OnHostCores() {
+    if (!host_cores || sched_getaffinity(0, sizeof(own_), &own_) != 0) return;
+    cpu_set_t cores = *host_cores;
+    if (CPU_COUNT(&own_) == 1 && CPU_COUNT(&cores) > 1) CPU_XOR(&cores, &cores, &own_);
+    widened_ = sched_setaffinity(0, sizeof(cores), &cores) == 0;
+  }
+  ~OnHostCores() {
+    if (widened_) sched_setaffinity(0, sizeof(own_), &own_);
+  }
+  OnHostCores(const OnHostCores&) = delete;
+  OnHostCores& operator=(const OnHostCores&) = delete;
+
+ private:
+  cpu_set_t own_{};
+  bool widened_ = false;
+};
+
 }  // namespace
 
 int ProcessRank() noexcept {
@@ -72,6 +112,13 @@ int RanksHere(int ranks) {
   const std::span<const int> hosts = world->comm().hosts();
   return static_cast<int>(
       std::ranges::count(hosts, hosts[static_cast<std::size_t>(world->comm().rank())]));
+}
+
+int HostCores() { return host_cores ? CPU_COUNT(&*host_cores) : DescribeMachine().cores; }
+
+ThreadPool HostPool(int threads) {
+  const OnHostCores scope;  // threads begin where their creator may run
+  return ThreadPool(threads);
 }
 
 void AddRankOptions(CLI::App& command, RankOptions& options) {
@@ -112,6 +159,7 @@ std::vector<int> JoinRanks(const RankOptions& options, const std::vector<int>& a
       .timeout = options.milliseconds(),
       .identity = Arguments(),
       .stuck = [timeout = options.timeout](const char* what) { EndStuck(timeout, what); }});
+  RunCollective(world->comm(), [] { host_cores = CoresOfHost(world->comm()); });
   return {launch.ranks};
 }
 

@@ -7,6 +7,7 @@
 #include "cli/command.h"
 #include "comm/mpi/mpi_world.h"
 #include "treeline/comm.h"
+#include "treeline/thread_pool.h"
 
 namespace treeline::cli {
 
@@ -39,6 +40,11 @@ Communicator* Processes();
 
 // Of so many ranks, those on this host.
 int RanksHere(int ranks);
+
+// Cores that the ranks of this host may use together: mpirun may give each process its own. A pool
+// on them measures what the host can do.
+int HostCores();
+ThreadPool HostPool(int threads);
 
 // See MpiWorld. Only where ranks are processes.
 MpiSum SumByMpi();

@@ -111,7 +111,7 @@ def as_markdown(sections):
     """docs/results.md. Sections must be of one machine."""
     machine = next(iter(sections.values()))['machine']
     amx = 'with AMX' if machine['amx'] else 'without AMX'
-    lines = ['# Results', '', f"Measured on {machine['cores']} cores of {machine['cpu']}, {amx}. `make compare` writes "
+    lines = ['# Results', '', f"Measured on {machine['cores']} cores of {machine['cpu']}, {amx}. `tools/compare` writes "
              'this file; what changes here is measured, not edited.', '', HEAD, '', _aims(sections)]
     for name, section in sections.items():
         lines += ['', *_section(name, section)]
