@@ -118,7 +118,7 @@ int HostCores() { return host_cores ? CPU_COUNT(&*host_cores) : DescribeMachine(
 
 ThreadPool HostPool(int threads) {
   const OnHostCores scope;  // threads begin where their creator may run
-  return ThreadPool(threads);
+  return ThreadPool(threads, std::chrono::microseconds(0));
 }
 
 void AddRankOptions(CLI::App& command, RankOptions& options) {

@@ -42,7 +42,7 @@ Communicator* Processes();
 int RanksHere(int ranks);
 
 // Cores that the ranks of this host may use together: mpirun may give each process its own. A pool
-// on them measures what the host can do.
+// on them measures what the host can do; its threads do not spin, since ranks need their cores.
 int HostCores();
 ThreadPool HostPool(int threads);
 
