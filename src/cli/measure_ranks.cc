@@ -104,6 +104,7 @@ void Time(Communicator& comm, const RankTiming& timing, int steps,
   for (int i = 0; i < timing.repeats; ++i) {
     const double before = comm.rank() == 0 && limit ? limit() : 0.0;
     Barrier(comm);
+    Barrier(comm);  // ranks that waited long for the first one slept, and come late
     const double seconds = TimeOnce([&] {
                              for (int s = 0; s < steps; ++s) step();
                              if (steps == 1) Barrier(comm);
