@@ -23,8 +23,8 @@ namespace {
 
 // MPI is there once a process, too.
 std::optional<MpiWorld> world;
-bool joining = false;  // MPI has been started, or is about to be
-bool alone = false;    // --comm threads under mpirun
+bool joining = false;                 // MPI has been started, or is about to be
+bool alone = false;                   // --comm threads under mpirun
 std::optional<cpu_set_t> host_cores;  // of all ranks here; only where ranks are processes
 
 // The arguments of this process, as far as they must be the same on all ranks: all of them.
