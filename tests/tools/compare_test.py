@@ -243,13 +243,23 @@ class RunProgramTest(unittest.TestCase):
         with self.assertRaisesRegex(measure.CompareError, 'ended with 4: treeline: error: no'):
             measure.run_program(self.program("echo 'treeline: error: no' >&2; exit 4"), 'tokenize', text='x' * 1000000)
 
-    def test_interrupted(self):
-        options = self.program('exec sleep 60')
+    def interrupt(self, script):
+        options = self.program(script)
         signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         signal.setitimer(signal.ITIMER_REAL, 0.3)
         with self.assertRaises(KeyboardInterrupt):
             measure.run_program(options, 'info')
         self.assertEqual(threading.active_count(), 1)  # nobody watches a process that is gone
+
+    def test_interrupted(self):
+        down = measure.PLACE / 'down'
+        self.interrupt(f"trap 'echo down > {down}; exit 1' TERM; while :; do sleep 0.1; done")
+        self.assertEqual(down.read_text(), 'down\n')  # what it had built up
+
+    def test_interrupted_and_does_not_end(self):
+        self.addCleanup(setattr, measure, 'GRACE', measure.GRACE)
+        measure.GRACE = 0.2
+        self.interrupt("trap '' TERM; while :; do sleep 0.1; done")
 
 
 if __name__ == '__main__':

@@ -15,6 +15,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 PLACE = ROOT / 'build/compare'
 SCRIPTS = pathlib.Path(__file__).resolve().parent / 'scripts'
 FAR_BEHIND = 0.6  # of the fastest: not run again
+GRACE = 10  # seconds that a program has to end by itself
 
 
 class CompareError(Exception):
@@ -85,6 +86,16 @@ def _give(process, text):
         pass  # it ended before it had read all; its exit code says why
 
 
+def _end(process):
+    """As it likes to be ended: hosts and ranks that it has started end with it."""
+    process.terminate()
+    try:
+        process.wait(GRACE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
 def run_program(options, *arguments, text='', before=()):
     """Runs Treeline. Returns what it reports as JSON, and its peak of resident memory, in bytes."""
     with tempfile.NamedTemporaryFile('r', suffix='.json', dir=PLACE) as report, \
@@ -97,8 +108,7 @@ def run_program(options, *arguments, text='', before=()):
             _, status, usage = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)
         except BaseException:  # nobody waits for what was interrupted
-            process.kill()
-            process.wait()
+            _end(process)
             raise
         finally:
             anonymous = peak.anonymous()
