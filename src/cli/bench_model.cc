@@ -260,8 +260,9 @@ void Run(const Options& options) {
   ModelRun run(options.model);
   const std::vector<Case> cases = MakeCases(options);
   for (const Case& c : cases) run.Need(c.depth + c.tokens + (c.decode ? 1 : 0));
-  const Machine machine = DescribeMachine();
-  ThreadPool pool = HostPool(std::min(RanksHere(run.ranks()) * run.threads(), HostCores()));
+  Machine machine = DescribeMachine();
+  machine.cores = HostCores();  // of which limits are
+  ThreadPool pool = HostPool(std::min(RanksHere(run.ranks()) * run.threads(), machine.cores));
   const Limits limits = MeasureLimitsAlone({.pool = &pool}, [] {
     if (Communicator* comm = Processes()) Barrier(*comm);
   });

@@ -211,9 +211,10 @@ void Run(Options options) {
   const Isa isa = DefaultIsa();
   if (options.dtypes.empty()) options.dtypes = {ComputesInBf16(isa) ? "bf16" : "f32"};
   const std::vector<RankCase> cases = MakeCases(options);
-  const Machine machine = DescribeMachine();
+  Machine machine = DescribeMachine();
+  machine.cores = HostCores();  // of which limits are
   const int most = *std::max_element(options.ranks.begin(), options.ranks.end());
-  ThreadPool pool = HostPool(std::min(RanksHere(most) * options.threads, HostCores()));
+  ThreadPool pool = HostPool(std::min(RanksHere(most) * options.threads, machine.cores));
   const Limits limits = MeasureLimitsAlone({.pool = &pool, .isa = isa}, [] {
     if (Communicator* comm = Processes()) Barrier(*comm);
   });
