@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
 """A model over processes: the same text as over threads, contexts that go between numbers of ranks,
-and errors that all processes share.
+errors that all processes share, and cores of which each has its own.
 
 usage: model.py PROGRAM MPIRUN
 """
 
+import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -76,12 +78,23 @@ class Check:
         expect(other.returncode == 3 and 'different' in other.stderr,
                'models that differ should be refused', other)
 
+    def own_cores(self):
+        """Each rank is held to a core; limits and figures are those of all of them."""
+        cores = sorted(os.sched_getaffinity(0))[:2]
+        report = self.folder / 'report.json'
+        bench = f'{self.program} bench model -m {self.model} --depth 4 --prefill 0 --tokens 2 --json {report}'
+        pick = f'set -- {" ".join(map(str, cores))} {cores[0]}; shift $OMPI_COMM_WORLD_RANK'  # of one, both get it
+        done = self.processes(2, '--bind-to', 'none', 'sh', '-c', f'{pick}; exec taskset -c $1 {bench}')
+        expect(done.returncode == 0, 'ranks with cores of their own failed', done)
+        reported = json.loads(report.read_text())['machine']['cores']
+        expect(reported == len(cores), f'{reported} cores were reported, of {len(cores)}', done)
+
 
 def main():
     program, mpirun = (pathlib.Path(each).resolve() for each in sys.argv[1:])
     with tempfile.TemporaryDirectory() as folder:
         check = Check(program, mpirun, pathlib.Path(folder))
-        for part in (check.same_text, check.saved_context, check.shared_errors):
+        for part in (check.same_text, check.saved_context, check.shared_errors, check.own_cores):
             part()
             print(f'{part.__name__}: ok')
 
